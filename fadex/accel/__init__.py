@@ -1,0 +1,3 @@
+"""Whole-program acceleration harness. No method has landed here yet."""
+
+__all__: list[str] = []

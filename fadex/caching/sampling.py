@@ -1,0 +1,261 @@
+r"""Cached sampling: one jitted program in which skipped steps do not call the model.
+
+The schedule is static, so the run is cut into segments, each an anchor (one model call)
+followed by its skipped steps (a weighted sum of ``K`` cached tensors each). Segments of
+equal length form one ``lax.scan``; a uniform schedule has at most four such runs (warm-up,
+body, ragged tail, cool-down). There is no predicate anywhere: under ``vmap``, and ``vmap``
+of ``vmap``, a skipped step stays skipped, where a ``lax.cond`` with a batched predicate
+would compute both branches.
+
+Timesteps, weights and guidance are operands. Plans of one schedule share one executable.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fadex.caching.plan import (
+    Forecaster,
+    ForecastPlan,
+    StepInfo,
+    plan_forecaster,
+    ring_slots,
+)
+from fadex.caching.schedule import CacheSchedule
+from fadex.core.checks import check_choice, is_concrete
+from fadex.core.denoiser import Denoiser
+from fadex.sampling.guidance import Guided, check_run
+from fadex.sampling.run import apply_step
+from fadex.sampling.samplers import Sampler, flow_euler
+
+SITES = ("output", "crf", "module")
+_MAX_RUNS = 4
+
+
+def _segment_runs(schedule: CacheSchedule) -> list[tuple[int, int, int, int]]:
+    """Cut the schedule into runs ``(first_anchor_index, count, length, steps)`` of segments.
+
+    ``length`` is the padded segment length and ``steps`` the number of true steps. An
+    irregular schedule would give many runs, each with its own copy of the model in the
+    program; it becomes a single run, padded to the longest segment instead.
+    """
+    ends = np.append(schedule.anchors[1:], schedule.num_steps)
+    lengths = ends - np.asarray(schedule.anchors)
+    runs: list[tuple[int, int, int, int]] = []
+    start = 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or lengths[i] != lengths[start]:
+            length = int(lengths[start])
+            runs.append((start, i - start, length, (i - start) * length))
+            start = i
+    if len(runs) > _MAX_RUNS:
+        return [(0, len(lengths), int(lengths.max()), schedule.num_steps)]
+    return runs
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(schedule: CacheSchedule) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """For each run, the steps of its segments ``[count, length]`` and which of them are real."""
+    layout = []
+    for first, count, length, _ in _segment_runs(schedule):
+        anchors = np.asarray(schedule.anchors[first : first + count])
+        ends = np.append(schedule.anchors[1:], schedule.num_steps)[first : first + count]
+        steps = anchors[:, None] + np.arange(length)
+        real = steps < ends[:, None]
+        layout.append((np.where(real, steps, anchors[:, None]).astype(np.int32), real))
+    return tuple(layout)
+
+
+def _feature_functions(model: Guided, site: str, forecaster: Forecaster):
+    """``full(x, t) -> (out, feature)`` and ``cheap(x, t, state, info) -> out`` for a site."""
+    if site == "output":
+
+        def full(x, t):
+            out = model(x, t)
+            return out, out
+
+        def cheap(x, t, state, info):
+            del t
+            return forecaster.predict(state, info).astype(x.dtype)
+
+        return full, cheap
+
+    def full(x, t):
+        return model.with_features(x, t, site)
+
+    fused = site == "module" and model.denoiser.from_history is not None
+    if fused and forecaster.snapshots is not None:
+
+        def cheap(x, t, state, info):
+            weights, history = forecaster.snapshots(state, info)
+            sites = history.shape[1]
+            weights = jnp.broadcast_to(weights, (sites, weights.shape[-1]))
+            return model.from_history(x, t, weights, history)
+
+    else:
+
+        def cheap(x, t, state, info):
+            return model.from_features(x, t, site, forecaster.predict(state, info))
+
+    return full, cheap
+
+
+def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots, key, *,
+                   denoiser, sampler, forecaster, site, cfg_channels, return_trajectory):
+    """The program. ``forecaster.table`` is empty; its rows come as the operand ``table``."""
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    full, cheap = _feature_functions(model, site, forecaster)
+    feature = jax.eval_shape(lambda: full(x, timesteps[0])[1])
+
+    def skipped_step(carry, xs, cache):
+        x, state = carry
+        info, t_next, real = xs
+        out = cheap(x, info.t, cache, info)
+        new = apply_step(model, sampler, out, x, state, info.t, t_next)
+        if real is not None:  # a padded segment: steps past its end change nothing
+            new = jax.tree.map(lambda a, b: jnp.where(real, a, b), new, carry)
+        return new, new[0] if return_trajectory else None
+
+    def segment(carry, xs):
+        x, state, cache = carry
+        info, t_next, real = xs
+        first = jax.tree.map(lambda a: a[0], info)
+        rest = jax.tree.map(lambda a: a[1:], (info, t_next, real))
+        out, feature = jax.lax.optimization_barrier(full(x, first.t))
+        cache = forecaster.observe(cache, feature, first)
+        x, state = apply_step(model, sampler, out, x, state, first.t, t_next[0])
+        states = x[None]
+        (x, state), later = jax.lax.scan(
+            lambda c, xs: skipped_step(c, xs, cache), (x, state), rest
+        )
+        if return_trajectory:
+            return (x, state, cache), jnp.concatenate([states, later])
+        return (x, state, cache), None
+
+    carry = (x, sampler.init(x, key), forecaster.init(feature))
+    trajectory = [x[None]]
+    for steps, real in _layout(forecaster.schedule):
+        info = StepInfo(
+            step=jnp.asarray(steps),
+            t=timesteps[steps],
+            slot=slots[steps],
+            row=jax.tree.map(lambda a: a[steps], table),
+        )
+        mask = None if real.all() else jnp.asarray(real)
+        carry, states = jax.lax.scan(segment, carry, (info, timesteps[steps + 1], mask))
+        if return_trajectory:
+            trajectory.append(states.reshape(-1, *x.shape)[np.flatnonzero(real)])
+    if return_trajectory:
+        return carry[0], jnp.concatenate(trajectory)
+    return carry[0]
+
+
+_STATIC = ("denoiser", "sampler", "forecaster", "site", "cfg_channels", "return_trajectory")
+_run = jax.jit(_cached_sample, static_argnames=_STATIC)
+_run_donating = jax.jit(_cached_sample, static_argnames=_STATIC, donate_argnames=("x",))
+
+
+def cached_sample(
+    denoiser: Denoiser,
+    params: Any,
+    x: jax.Array,
+    cond: Any,
+    *,
+    timesteps: Any,
+    plan: ForecastPlan | Forecaster,
+    sampler: Sampler | None = None,
+    site: str = "output",
+    guidance: Any = 1.0,
+    null_cond: Any = None,
+    cfg_channels: int | None = None,
+    cache_dtype: Any = None,
+    key: jax.Array | None = None,
+    return_trajectory: bool = False,
+    donate_x: bool = False,
+) -> Any:
+    r"""Sample with the model called at the plan's anchors only.
+
+    The sampler stays untouched: it gets forecast outputs at skipped steps, and a multistep
+    sampler remembers them like computed ones. With every step an anchor the result equals
+    :func:`fadex.sampling.sample` bit for bit.
+
+    Args:
+      denoiser, params: the model, from :func:`~fadex.models.from_nnx` or ``from_linen``.
+      x: initial latents ``[B, ...]``.
+      cond: pytree of conditions with leading axis ``B``, or None.
+      timesteps: ``[S + 1]``, strictly monotone; ``S`` is the schedule's ``num_steps``.
+      plan: from :func:`~fadex.caching.make_plan` or ``fade_plan``, or any
+        :class:`~fadex.caching.Forecaster`. Its schedule is static; weights are operands and
+        may be traced or batched.
+      sampler: :func:`~fadex.sampling.flow_euler` by default. A two-evaluation sampler (Heun)
+        has its first evaluation forecast at skipped steps; the second is always computed.
+      site: where features are cached. ``"output"``: the guided model output, one tensor like
+        ``x``. ``"crf"``: the cumulative residual of the transformer. ``"module"``: every
+        attention and MLP output; the last two need a model with ``with_features`` and
+        ``from_features``, and keep separate entries for the two guidance branches.
+      guidance, null_cond, cfg_channels, key: as in :func:`fadex.sampling.sample`.
+      cache_dtype: dtype of the snapshots, e.g. bfloat16; sums run in float32.
+      return_trajectory: also return all states ``[S + 1, B, ...]``.
+      donate_x: give up the buffer of ``x`` to the program.
+
+    Returns:
+      ``x`` at the last time, or ``(x, trajectory)``.
+
+    Raises:
+      ValueError: a bad argument, by name, when tracing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fadex.caching import cached_sample, make_plan, taylorseer, uniform_schedule
+      >>> from fadex.core import Denoiser
+      >>> from fadex.sampling import uniform_times
+      >>> denoiser = Denoiser(lambda params, x, t, cond: x * params)
+      >>> plan = make_plan(uniform_schedule(20, 4), taylorseer(1))
+      >>> x = cached_sample(denoiser, jnp.float32(1.0), jnp.ones((2, 4)), None,
+      ...                   timesteps=uniform_times(20), plan=plan)
+      >>> x.shape
+      (2, 4)
+    """
+    sampler = flow_euler() if sampler is None else sampler
+    if isinstance(plan, ForecastPlan):
+        forecaster = plan_forecaster(plan, cache_dtype=cache_dtype)
+        if np.ndim(plan.weights) == 3 and site != "module":
+            raise ValueError(
+                f"plan.weights: a row per site needs site='module', got site={site!r} with "
+                f"weights {np.shape(plan.weights)}"
+            )
+    elif isinstance(plan, Forecaster):
+        forecaster = plan
+        if cache_dtype is not None:
+            raise ValueError("cache_dtype: belongs to the forecaster, which was built already")
+    else:
+        raise TypeError(
+            f"plan: expected a ForecastPlan or a Forecaster, got {type(plan).__name__}"
+        )
+    check_choice("site", site, SITES)
+    if site != "output" and (denoiser.with_features is None or denoiser.from_features is None):
+        missing = "with_features" if denoiser.with_features is None else "from_features"
+        raise ValueError(f"site: model has no {missing}, so site={site!r} is not available")
+    timesteps, null_cond = check_run(
+        x, cond, timesteps, forecaster.schedule.num_steps, guidance, null_cond, cfg_channels,
+        sampler, key,
+    )
+    history = _history_of(forecaster)
+    slots, _ = ring_slots(forecaster.schedule, history)
+    run = _run_donating if donate_x and is_concrete(x) else _run
+    return run(
+        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, forecaster.table, slots,
+        key, denoiser=denoiser, sampler=sampler, forecaster=forecaster._replace(table=()),
+        site=site, cfg_channels=cfg_channels, return_trajectory=return_trajectory,
+    )
+
+
+def _history_of(forecaster: Forecaster) -> int:
+    """Ring length; a forecaster without one counts slots without wrapping."""
+    size = getattr(forecaster.init, "size", None)
+    return forecaster.schedule.num_steps if size is None else size

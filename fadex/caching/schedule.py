@@ -1,0 +1,91 @@
+"""Which steps of a sampling run are computed, and which are forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fadex.core.checks import check_int
+
+
+class CacheSchedule(NamedTuple):
+    """A static schedule: ``num_steps`` steps, of which ``anchors`` are computed.
+
+    Hashable, so jitted samplers take it as a static argument. Build it with
+    :func:`uniform_schedule` or :func:`custom_schedule`, which check it.
+    """
+
+    num_steps: int
+    anchors: tuple[int, ...]
+
+    @property
+    def nfe(self) -> int:
+        """Computed steps: model evaluations of a sampler with one evaluation a step."""
+        return len(self.anchors)
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The forecast steps, in order."""
+        computed = set(self.anchors)
+        return tuple(s for s in range(self.num_steps) if s not in computed)
+
+    def is_anchor(self, step: int) -> bool:
+        """Whether ``step`` is computed."""
+        return step in self.anchors
+
+    def history(self, step: int, count: int | None = None) -> tuple[int, ...]:
+        """The anchors up to ``step``, newest first, at most ``count`` of them."""
+        past = [a for a in reversed(self.anchors) if a <= step]
+        return tuple(past[:count])
+
+    def validate(self) -> CacheSchedule:
+        """Return the schedule itself when it is sound; raise ValueError when not."""
+        check_int("num_steps", self.num_steps, minimum=1)
+        anchors = self.anchors
+        rising = all(a < b for a, b in zip(anchors, anchors[1:]))
+        if not anchors or anchors[0] != 0 or not rising or anchors[-1] >= self.num_steps:
+            raise ValueError(
+                "schedule: anchors must start at 0, be increasing and < num_steps="
+                f"{self.num_steps}, got {anchors}"
+            )
+        return self
+
+
+def uniform_schedule(
+    num_steps: int, interval: int, *, warmup: int = 3, cooldown: int = 1
+) -> CacheSchedule:
+    """Compute the first ``warmup`` steps, then every ``interval``-th, and the last ``cooldown``.
+
+    The warm-up gives a forecaster of order ``m`` its ``m + 1`` snapshots; the last step is
+    computed by default because the velocity bends most there.
+
+    Args:
+      num_steps: sampling steps ``S``.
+      interval: ``N``; 1 computes every step.
+      warmup: computed steps at the start, at least 1; may exceed ``num_steps``.
+      cooldown: computed steps at the end; 0 allows the last step to be forecast.
+
+    Example:
+      >>> from fadex.caching import uniform_schedule
+      >>> uniform_schedule(12, 4).anchors
+      (0, 1, 2, 6, 10, 11)
+    """
+    num_steps = check_int("num_steps", num_steps, minimum=1)
+    interval = check_int("interval", interval, minimum=1)
+    warmup = check_int("warmup", warmup, minimum=1)
+    cooldown = check_int("cooldown", cooldown, minimum=0)
+    anchors = {*range(warmup), *range(warmup - 1, num_steps, interval)}
+    anchors |= set(range(num_steps - cooldown, num_steps))
+    return CacheSchedule(num_steps, tuple(sorted(a for a in anchors if 0 <= a < num_steps)))
+
+
+def custom_schedule(num_steps: int, anchors: Iterable[int]) -> CacheSchedule:
+    """A schedule with the given computed steps, sorted; steps outside ``[0, S)`` are dropped.
+
+    Raises:
+      ValueError: step 0 is missing: nothing could be forecast before the first anchor.
+    """
+    num_steps = check_int("num_steps", num_steps, minimum=1)
+    inside = {check_int("anchors", a) for a in anchors}
+    inside = {a for a in inside if 0 <= a < num_steps}
+    return CacheSchedule(num_steps, tuple(sorted(inside))).validate()

@@ -1,0 +1,130 @@
+r"""The denoiser protocol: what samplers and caches ask of a model.
+
+A denoiser is a tuple of pure functions, parameters first. ``B`` is the batch, ``x``
+the latents ``[B, ...]``, ``t`` the times ``[B]`` (float32), ``cond`` any pytree whose
+leaves start with ``B``:
+
+* ``apply(params, x, t, cond) -> out``: velocity or noise prediction, shaped like ``x``
+  (or with twice the channels when the model also predicts a variance);
+* ``with_features(params, x, t, cond, sites) -> (out, {site: F})``: the full pass, which
+  also returns the features at the named sites;
+* ``from_features(params, x, t, cond, feats) -> out``: the cheap pass that starts from
+  (forecast) features: embeddings, gates and head only;
+* ``from_history(params, x, t, cond, weights, history) -> out``: optional fused form of
+  ``from_features`` for the site ``"module"``; it gets the ``K`` cached features and their
+  weights and may combine them where they are used.
+
+Only ``apply`` is required; the others open the sites ``"crf"`` and ``"module"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+Params = Any
+ApplyFn = Callable[[Params, jax.Array, jax.Array, Any], jax.Array]
+
+
+class Denoiser(NamedTuple):
+    """Pure functions of one model; hashable, so a jitted sampler can take it as static."""
+
+    apply: ApplyFn
+    with_features: Callable[..., Any] | None = None
+    from_features: Callable[..., jax.Array] | None = None
+    from_history: Callable[..., jax.Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _NnxMethod:
+    """``method`` of the nnx model described by ``graphdef``, as a pure function.
+
+    Equal graph definitions give equal (and equally hashed) functions, so wrapping the
+    same architecture twice does not compile anything twice.
+    """
+
+    graphdef: Any
+    method: str
+
+    def __call__(self, params: Params, *args: Any) -> Any:
+        from flax import nnx
+
+        return getattr(nnx.merge(self.graphdef, params), self.method)(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinenMethod:
+    """``method`` of a linen module (a frozen dataclass, hence comparable) as a pure function."""
+
+    module: Any
+    method: str
+
+    def __call__(self, params: Params, *args: Any) -> Any:
+        return self.module.apply(params, *args, method=self.method)
+
+
+def _assemble(wrap: Callable[[str], Any], owner: Any) -> Denoiser:
+    optional = {
+        name: wrap(name) if callable(getattr(owner, name, None)) else None
+        for name in ("with_features", "from_features", "from_history")
+    }
+    return Denoiser(apply=wrap("__call__"), **optional)
+
+
+def from_nnx(model: Any) -> tuple[Denoiser, Params]:
+    """Split a ``flax.nnx`` model into a :class:`Denoiser` and its parameters.
+
+    The model is called as ``model(x, t, cond)``; ``with_features``, ``from_features`` and
+    ``from_history`` are used where the model defines them.
+
+    Raises:
+      ValueError: the model holds state that is not a parameter (batch statistics, a
+        random stream, a cache). A sampler calls the model as a pure function, so such
+        state would silently never change: call ``model.eval()`` and remove it first.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from fadex.models import from_nnx
+      >>> class Tiny(nnx.Module):
+      ...   def __init__(self, rngs):
+      ...     self.linear = nnx.Linear(3, 3, rngs=rngs)
+      ...   def __call__(self, x, t, cond):
+      ...     return self.linear(x) * t[:, None, None, None]
+      >>> denoiser, params = from_nnx(Tiny(nnx.Rngs(0)))
+      >>> denoiser.apply(params, jnp.ones((2, 4, 4, 3)), jnp.ones(2), None).shape
+      (2, 4, 4, 3)
+    """
+    from flax import nnx
+
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    if leaves:
+        names = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
+        raise ValueError(
+            f"model: holds mutable collections ({names}); expected parameters only: "
+            "remove dropout streams and statistics before sampling"
+        )
+    return _assemble(lambda name: _NnxMethod(graphdef, name), model), params
+
+
+def from_linen(module: Any, variables: Any) -> tuple[Denoiser, Params]:
+    """Wrap a ``flax.linen`` module and its ``variables`` as ``(Denoiser, params)``.
+
+    ``params`` is the whole ``variables`` dict, so constants beside ``"params"`` travel too.
+
+    Raises:
+      ValueError: ``variables`` has no ``"params"``, or holds collections that a forward
+        pass would update (``batch_stats``, ``cache``).
+    """
+    if "params" not in variables:
+        raise ValueError(
+            f"variables: expected a dict with 'params', got the keys {sorted(variables)}"
+        )
+    mutable = sorted(set(variables) & {"batch_stats", "cache", "intermediates"})
+    if mutable:
+        raise ValueError(f"model: holds mutable collections ({', '.join(mutable)})")
+    return _assemble(lambda name: _LinenMethod(module, name), module), dict(variables)

@@ -1,0 +1,3 @@
+"""Number formats, quantizers and quantized pytrees. No method has landed here yet."""
+
+__all__: list[str] = []
