@@ -26,14 +26,14 @@ from fadex.caching.plan import (
     plan_forecaster,
     ring_slots,
 )
+from fadex.caching.profile import check_site
 from fadex.caching.schedule import CacheSchedule
-from fadex.core.checks import check_choice, is_concrete
+from fadex.core.checks import is_concrete
 from fadex.core.denoiser import Denoiser
 from fadex.sampling.guidance import Guided, check_run
 from fadex.sampling.run import apply_step
 from fadex.sampling.samplers import Sampler, flow_euler
 
-SITES = ("output", "crf", "module")
 _MAX_RUNS = 4
 
 
@@ -237,10 +237,7 @@ def cached_sample(
         raise TypeError(
             f"plan: expected a ForecastPlan or a Forecaster, got {type(plan).__name__}"
         )
-    check_choice("site", site, SITES)
-    if site != "output" and (denoiser.with_features is None or denoiser.from_features is None):
-        missing = "with_features" if denoiser.with_features is None else "from_features"
-        raise ValueError(f"site: model has no {missing}, so site={site!r} is not available")
+    check_site(denoiser, site)
     timesteps, null_cond = check_run(
         x, cond, timesteps, forecaster.schedule.num_steps, guidance, null_cond, cfg_channels,
         sampler, key,

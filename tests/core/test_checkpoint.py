@@ -165,6 +165,18 @@ def test_named_tuples_and_dataclasses_come_back_through_a_target(tmp_path):
     assert types["1"]["static"] == {"bits": "3", "dtype": "dtype float32"}
 
 
+def test_leaves_are_matched_by_path_not_by_order(tmp_path):
+    path = save(tmp_path / "ck", {"count": np.ones(1), "moments": np.zeros(1), "a": np.ones(2)})
+
+    class Reordered(NamedTuple):
+        moments: np.ndarray
+        a: np.ndarray
+        count: np.ndarray
+
+    back = restore(path, Reordered(np.zeros(1), np.zeros(2), np.zeros(1)))
+    assert (back.moments[0], back.a[0], back.count[0]) == (0.0, 1.0, 1.0)
+
+
 def test_a_static_field_that_differs_is_named(tmp_path):
     path = save(tmp_path / "ck", {"q": Packed(jnp.arange(3), None, bits=3)})
     with pytest.raises(CheckpointError, match=r"q/bits \(static\): checkpoint 3, target 4"):
@@ -416,8 +428,10 @@ def test_leaves_that_cannot_be_stored_are_named_before_anything_is_written(tmp_p
 
 
 def test_an_existing_path_is_not_replaced_unless_asked(copy, tmp_path):
-    with pytest.raises(FileExistsError, match=str(copy)):
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match=f"{copy} exists; pass overwrite=True"):
         save(copy, {"x": 1})
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert_same(restore(copy), small_tree())
     save(copy, {"x": 1}, overwrite=True)
     assert restore(copy) == {"x": 1}
