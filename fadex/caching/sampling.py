@@ -1,11 +1,13 @@
 r"""Cached sampling: one jitted program in which skipped steps do not call the model.
 
 The schedule is static, so the run is cut into segments, each an anchor (one model call)
-followed by its skipped steps (a weighted sum of ``K`` cached tensors each). Segments of
-equal length form one ``lax.scan``; a uniform schedule has at most four such runs (warm-up,
-body, ragged tail, cool-down). There is no predicate anywhere: under ``vmap``, and ``vmap``
-of ``vmap``, a skipped step stays skipped, where a ``lax.cond`` with a batched predicate
-would compute both branches.
+followed by its skipped steps (a weighted sum of ``K`` cached tensors each), run by
+``lax.scan``. At the output all segments form one scan, padded to the longest, so the program
+holds the model once; inside the model, where a skipped step costs more, segments of equal
+length form a scan each (a uniform schedule has at most four: warm-up, body, ragged tail,
+cool-down). There is no predicate anywhere: under ``vmap``, and ``vmap`` of ``vmap``, a
+skipped step stays skipped, where a ``lax.cond`` with a batched predicate would compute both
+branches.
 
 Timesteps, weights and guidance are operands. Plans of one schedule share one executable.
 """
@@ -37,37 +39,26 @@ from fadex.sampling.samplers import Sampler, flow_euler
 _MAX_RUNS = 4
 
 
-def _segment_runs(schedule: CacheSchedule) -> list[tuple[int, int, int, int]]:
-    """Cut the schedule into runs ``(first_anchor_index, count, length, steps)`` of segments.
-
-    ``length`` is the padded segment length and ``steps`` the number of true steps. An
-    irregular schedule would give many runs, each with its own copy of the model in the
-    program; it becomes a single run, padded to the longest segment instead.
-    """
-    ends = np.append(schedule.anchors[1:], schedule.num_steps)
-    lengths = ends - np.asarray(schedule.anchors)
-    runs: list[tuple[int, int, int, int]] = []
-    start = 0
-    for i in range(1, len(lengths) + 1):
-        if i == len(lengths) or lengths[i] != lengths[start]:
-            length = int(lengths[start])
-            runs.append((start, i - start, length, (i - start) * length))
-            start = i
-    if len(runs) > _MAX_RUNS:
-        return [(0, len(lengths), int(lengths.max()), schedule.num_steps)]
-    return runs
-
-
 @functools.lru_cache(maxsize=256)
-def _layout(schedule: CacheSchedule) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """For each run, the steps of its segments ``[count, length]`` and which of them are real."""
+def _layout(schedule: CacheSchedule, merge: bool) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Cut the schedule into runs of segments: steps ``[count, length]`` and which are real.
+
+    A segment is an anchor and the skipped steps behind it. Neighbours of equal length form a
+    run, one scan with one copy of the model in the program. With ``merge``, or when an
+    irregular schedule would give many runs, all segments form a single run, padded to the
+    longest: padded steps repeat their anchor's index and change nothing.
+    """
+    anchors = np.asarray(schedule.anchors)
+    ends = np.append(anchors[1:], schedule.num_steps)
+    lengths = ends - anchors
+    cuts = [0, *(np.flatnonzero(np.diff(lengths)) + 1), len(lengths)]
+    if merge or len(cuts) - 1 > _MAX_RUNS:
+        cuts = [0, len(lengths)]
     layout = []
-    for first, count, length, _ in _segment_runs(schedule):
-        anchors = np.asarray(schedule.anchors[first : first + count])
-        ends = np.append(schedule.anchors[1:], schedule.num_steps)[first : first + count]
-        steps = anchors[:, None] + np.arange(length)
-        real = steps < ends[:, None]
-        layout.append((np.where(real, steps, anchors[:, None]).astype(np.int32), real))
+    for first, last in zip(cuts, cuts[1:]):
+        steps = anchors[first:last, None] + np.arange(lengths[first:last].max())
+        real = steps < ends[first:last, None]
+        layout.append((np.where(real, steps, anchors[first:last, None]).astype(np.int32), real))
     return tuple(layout)
 
 
@@ -139,7 +130,10 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots
 
     carry = (x, sampler.init(x, key), forecaster.init(feature))
     trajectory = [x[None]]
-    for steps, real in _layout(forecaster.schedule):
+    # At the output a forecast is one weighted sum: padding costs next to nothing, and a single
+    # run holds (and compiles) the model once.
+    merge = site == "output" and sampler.evals_per_step == 1
+    for steps, real in _layout(forecaster.schedule, merge):
         info = StepInfo(
             step=jnp.asarray(steps),
             t=timesteps[steps],

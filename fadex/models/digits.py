@@ -21,6 +21,7 @@ DIGITS_CONFIG = DiTConfig(
     num_classes=10,
     class_dropout=0.1,
     time_scale=1000.0,
+    scan_layers=True,  # compiles once for all blocks
 )
 DIGITS_SHAPE = (8, 8, 1)
 NULL_DIGIT = 10

@@ -12,7 +12,8 @@ read as a velocity (``t`` in [0, 1]) or as noise (``t`` = timestep / 1000), in f
 case ``NAME`` of :data:`CASES` has ``NAME:times``, the ``S + 1`` times as our samplers take
 them (a last 0 or -1 stands for clean data), and ``NAME:x``, the states ``[S + 1, 2, 3, 4]``.
 ``ddim_eta1`` has the injected noise ``ddim_eta1:noise`` too: what ``jax.random`` draws from
-key 0, split once a step.
+key 0, split once a step. ``grid:SPACING:S`` are the timesteps of ``DDIMScheduler`` for ``S``
+steps, of which some do not divide 1000.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CASES = (
     "dpmpp_trailing", "dpmpp_linspace", "dpmpp_flow", "dpmpp_flow_shift3",
 )
 STEPS = {"dpmpp_linspace": 12}  # below 15 steps diffusers takes other branches; else 20
+
+SPACINGS = ("leading", "trailing", "linspace")
+SIZES = (1, 7, 13, 50, 333, 600)
 
 
 def start() -> np.ndarray:
@@ -110,8 +114,21 @@ def run(name: str) -> dict[str, np.ndarray]:
     return arrays if noise is None else arrays | {f"{name}:noise": noise}
 
 
+def grids() -> dict[str, np.ndarray]:
+    """Timesteps by spacing and number of steps."""
+    from diffusers import DDIMScheduler
+
+    found = {}
+    for spacing in SPACINGS:
+        for steps in SIZES:
+            peer = DDIMScheduler(timestep_spacing=spacing)
+            peer.set_timesteps(steps)
+            found[f"grid:{spacing}:{steps}"] = peer.timesteps.numpy().astype(np.int32)
+    return found
+
+
 if __name__ == "__main__":
-    arrays = {}
+    arrays = grids()
     for case in CASES:
         arrays |= run(case)
     path = HERE / "schedulers.npz"

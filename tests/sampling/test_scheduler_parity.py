@@ -111,13 +111,16 @@ def test_time_grids_equal_the_schedulers(golden):
         np.testing.assert_allclose(grid, golden[f"{name}:times"], rtol=0, atol=2e-7, err_msg=name)
 
 
-def test_live_spacings():
-    """Grids of sizes that do not divide 1000 included."""
-    pytest.importorskip("torch")
-    diffusers = pytest.importorskip("diffusers")
-    for spacing in ("leading", "trailing", "linspace"):
-        for steps in (1, 7, 13, 50, 333, 600, 1000):
-            peer = diffusers.DDIMScheduler(timestep_spacing=spacing)
-            peer.set_timesteps(steps)
+def test_timestep_indices_of_any_size_equal_the_schedulers(golden):
+    for spacing in MAKE.SPACINGS:
+        for steps in MAKE.SIZES:
             ours = timestep_indices(steps, spacing=spacing)
-            np.testing.assert_array_equal(ours[:-1], peer.timesteps.numpy())
+            assert ours[-1] == -1
+            np.testing.assert_array_equal(ours[:-1], golden[f"grid:{spacing}:{steps}"])
+
+
+def test_live_timestep_indices(golden):
+    pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    for name, timesteps in MAKE.grids().items():
+        np.testing.assert_array_equal(timesteps, golden[name], err_msg=name)
