@@ -1,36 +1,34 @@
 # Two commands matter: `make demo` (the main job) and `make test` (all tests).
 # Both need Python 3.11+, pip and make, and set everything else up in .venv.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
-  $$p -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+#
+#   make demo PYTHON=/path/to/python3     with a Python of your choice (for a new .venv)
+#   make test PYTEST_FLAGS="-k fade"      a part of the tests
+PYTHON ?=
+PYTEST_FLAGS ?=
 VENV ?= .venv
-BIN := $(VENV)/bin
 WORKERS ?= 2
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Every candidate is run, not just looked up: pyenv's shims exist for versions that are not
+# selected, and fail.
+PYTHONS := $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3 python \
+  "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[1-9]*/bin/python3)
+NEW_ENOUGH := 'import sys; raise SystemExit(sys.version_info < (3, 11))'
 
 .PHONY: demo test test-latest lint bench clean
-
-$(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; set PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-
-# The stamps are remade when the dependency lists change.
-$(VENV)/.demo-installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[demo]'
-	@touch $@
-
-$(VENV)/.test-installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[test]'
-	@touch $@ $(VENV)/.demo-installed
+.NOTPARALLEL:
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/fadex demo --out out/demo
 
 test: $(VENV)/.test-installed
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
+# The smoke subset on the newest other interpreter; says so and passes where there is none.
 test-latest:
-	bash scripts/test_latest.sh
+	@bash scripts/test_latest.sh
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -40,3 +38,37 @@ bench: $(VENV)/.test-installed
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info
+
+# .created holds the folder that the environment was made for, so that a copied or moved
+# checkout does not go on testing the old one; a dead interpreter is noticed as well.
+ifneq "$(shell $(BIN)/python -c 'import pip' 2>/dev/null && cat $(VENV)/.created 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(VENV)/.created
+endif
+
+# Some systems ship `venv` without `ensurepip`: there the system's pip puts pip in.
+$(VENV)/.created:
+	@$(BIN)/python -c $(NEW_ENOUGH) 2>/dev/null && { \
+	  $(BIN)/python -c 'import pip' 2>/dev/null || $(BIN)/python -m ensurepip; \
+	} || { \
+	  for p in $(PYTHONS); do \
+	    "$$p" -c $(NEW_ENOUGH) >/dev/null 2>&1 || continue; \
+	    echo "make: creating $(VENV) with $$p"; \
+	    "$$p" -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV) && exit 0; \
+	    "$$p" -m venv --clear --without-pip $(VENV) && \
+	      "$$p" -m pip --python $(BIN)/python install --quiet pip && exit 0; \
+	  done; \
+	  echo "make: found no Python 3.11 or newer that runs$(if $(PYTHON), (tried PYTHON=$(PYTHON)));" \
+	    "install one or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@printf '%s\n' "$(CURDIR)" > $@
+
+# Remade whenever the dependency lists change.
+$(VENV)/.demo-installed: $(VENV)/.created pyproject.toml
+	@echo "make: installing what the demo needs (the first time takes minutes)"
+	@$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.created pyproject.toml
+	@echo "make: installing what the tests need (the first time takes minutes)"
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $(VENV)/.demo-installed $@

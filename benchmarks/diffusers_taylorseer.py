@@ -7,7 +7,8 @@ run differs from the full one; that relative error has to be the same on both si
 
 Times are of interleaved runs on the same CPUs. ``digits`` is so small that they compare the
 cost of dispatch (one compiled program against some hundred torch calls a step); ``medium``
-spends its time in matrix products.
+spends its time in matrix products. diffusers evaluates the time and label embedders once in
+every block, cached step or not; that is part of its time.
 
 What the hook needs, found in its source (diffusers 0.42.1) and checked here at run time:
 

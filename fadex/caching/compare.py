@@ -165,7 +165,9 @@ def compare(
       classify: independent classifier ``images -> labels``; fills the column ``agreement``,
         the share of samples that keep the label of the full run.
       repeats: interleaved timed runs of each program (median).
-      on_run: called with a description before each timed program.
+      on_run: called with a description of what comes next: once as each of the ``R`` programs
+        is prepared, once before its first run (which compiles it), and once before each round
+        of timed runs; ``2 R + repeats`` calls for each guidance.
       keep_samples: add the final images as ``row["samples"]``.
 
     Returns:
@@ -185,7 +187,7 @@ def compare(
         runs = _prepare(
             task, methods, intervals, guidance, sites, num_steps, warmup, sampler, on_run
         )
-        rows += _measure(runs, repeats, classify, keep_samples)
+        rows += _measure(runs, repeats, classify, keep_samples, on_run)
     return rows
 
 
@@ -195,13 +197,13 @@ def _prepare(task, methods, intervals, guidance, sites, num_steps, warmup, sampl
     batch = (task.denoiser, task.params, task.x, task.cond)
 
     def row(method, interval, site, nfe):
-        if on_run is not None:
-            on_run(f"{method} N={interval} guidance={guidance:g} {site}")
-        ideal = num_steps * sampler.evals_per_step / nfe
-        return dict(
+        described = dict(
             method=method, interval=interval, guidance=float(guidance), site=site, nfe=nfe,
-            num_steps=num_steps, ideal_speedup=ideal,
+            num_steps=num_steps, ideal_speedup=num_steps * sampler.evals_per_step / nfe,
         )
+        if on_run is not None:
+            on_run(f"prepare {_describe(described)}")
+        return described
 
     evals = num_steps * sampler.evals_per_step
     full = lambda: sample(*batch, timesteps=timesteps, sampler=sampler, **shared)
@@ -236,10 +238,20 @@ def _grid_run(row, batch, shared, method, interval, nfe):
     return _Run(described, call)
 
 
-def _measure(runs, repeats, classify, keep_samples):
-    results = [np.asarray(jax.block_until_ready(run.call())) for run in runs]  # compiles
+def _describe(row):
+    return f"{row['method']} N={row['interval']} guidance={row['guidance']:g} {row['site']}"
+
+
+def _measure(runs, repeats, classify, keep_samples, on_run):
+    results = []
+    for run in runs:
+        if on_run is not None:
+            on_run(f"compile {_describe(run.row)}")
+        results.append(np.asarray(jax.block_until_ready(run.call())))
     seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
+    for repeat in range(repeats):
+        if on_run is not None:
+            on_run(f"time all, round {repeat + 1} of {repeats}")
         for run, times in zip(runs, seconds):
             start = time.perf_counter()
             jax.block_until_ready(run.call())

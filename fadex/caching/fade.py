@@ -31,6 +31,7 @@ with ``h`` the latest spacing of anchors. Two discrete operators follow:
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ def _memory_weights(pos, s, alpha, lams, order, window) -> np.ndarray:
         return nothing
     used = pos[:window]
     h = used[0] - used[1]
-    if any(a - b != h for a, b in zip(used, used[1:])):
+    if any(a - b != h for a, b in itertools.pairwise(used)):
         # Differences of a fixed grid mean nothing on a broken one. The integer operator has
         # a well-known continuation there, TaylorSeer's ladder; the others have none.
         if alpha != 1.0:

@@ -86,10 +86,15 @@ def _sampler_name(sampler: Sampler) -> str:
     return f"{step.__name__.strip('_')}:{sampler.prediction}"
 
 
-def _best(errors: np.ndarray, preference: np.ndarray, valid: np.ndarray) -> int:
-    """Smallest error; candidates within a relative 1e-9 are ties, the preferred one wins."""
+def _best(errors: np.ndarray, preference: np.ndarray, valid: np.ndarray, norm: float) -> int:
+    """Smallest error; among ties the preferred candidate wins.
+
+    Ties lie within a relative 1e-9, or within the rounding of float32 features of squared
+    norm ``norm``: below that, errors only rank noise.
+    """
     errors = np.where(valid, errors, np.inf)
-    tied = np.flatnonzero(errors <= errors.min() * (1.0 + _TIE))
+    noise = 4.0 * np.finfo(np.float32).eps ** 2 * norm
+    tied = np.flatnonzero(errors <= errors.min() * (1.0 + _TIE) + noise)
     return int(tied[np.argmin(preference[tied])])
 
 
@@ -184,7 +189,7 @@ def profile_fade(
 
         def choose(s, pos, gram):
             cell, factor, weights, valid = _cell(grid, pos, s, gram, amplitude)
-            best = _best(cell, _preference(grid, weights), valid)
+            best = _best(cell, _preference(grid, weights), valid, gram[-1, -1])
             index[s, 0], rho[s, 0] = best, factor[best]
             errors[s, 0] = cell[best] / max(gram[-1, -1], 1e-30)
             return factor[best] * weights[best]
@@ -219,7 +224,9 @@ def _choose_open(grid, schedule, gram, amplitude):
         pos = schedule.history(s, HISTORY)
         for g in range(sites):
             cell, factor, weights, valid = _cell(grid, pos, s, gram[s, g], amplitude)
-            best = _best(cell, _preference(grid, weights), valid)
+            best = _best(
+                cell, _preference(grid, weights), valid, gram[s, g, -1, -1]
+            )
             index[s, g], rho[s, g] = best, factor[best]
             errors[s, g] = cell[best] / max(gram[s, g, -1, -1], 1e-30)
     return index, rho, errors
@@ -250,7 +257,7 @@ def _choose_binned(grid, schedule, gram, amplitude, times, bins):
                 usable = usable & valid
                 factors.append(factor)
                 preference = np.maximum(preference, _preference(grid, weights))
-            best = _best(total, preference, usable)
+            best = _best(total, preference, usable, norm)
             index[b, k - 1, g] = best
             rho[b, k - 1, g] = np.mean([factor[best] for factor in factors])
             errors[b, k - 1, g] = total[best] / max(norm, 1e-30)

@@ -8,6 +8,7 @@ at run time as the simplest.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,8 +173,9 @@ def _ring_snapshots(state: RingState, info: StepInfo) -> tuple[jax.Array, jax.Ar
     return info.row, state.history
 
 
-class _RingInit(NamedTuple):
-    """Zeros for ``size`` snapshots; a tuple, so that equal plans share a program."""
+@dataclasses.dataclass(frozen=True)
+class _RingInit:
+    """Zeros for ``size`` snapshots; comparable, so that equal plans share a program."""
 
     size: int
     dtype: Any

@@ -32,7 +32,6 @@ from fadex.sampling.guidance import Guided, check_run
 from fadex.sampling.run import apply_step
 from fadex.sampling.samplers import Sampler, flow_euler
 
-
 SITES = ("output", "crf", "module")
 
 
@@ -81,7 +80,9 @@ def extended_gram(snapshots: jax.Array, target: jax.Array, sites: int) -> jax.Ar
     return jnp.einsum("igm,jgm->gij", stacked, stacked, precision="highest")
 
 
-@functools.partial(jax.jit, static_argnames=("denoiser", "sampler", "site", "cfg_channels", "history"))
+@functools.partial(
+    jax.jit, static_argnames=("denoiser", "sampler", "site", "cfg_channels", "history")
+)
 def _collect(params, x, cond, null_cond, timesteps, guidance, key, is_anchor, slot, *,
              denoiser, sampler, site, cfg_channels, history):
     """One full run; Gram matrices of every step, in ring order ``[S, G, K+1, K+1]``."""

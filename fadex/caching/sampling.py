@@ -15,6 +15,8 @@ Timesteps, weights and guidance are operands. Plans of one schedule share one ex
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ def _layout(schedule: CacheSchedule, merge: bool) -> tuple[tuple[np.ndarray, np.
     if merge or len(cuts) - 1 > _MAX_RUNS:
         cuts = [0, len(lengths)]
     layout = []
-    for first, last in zip(cuts, cuts[1:]):
+    for first, last in itertools.pairwise(cuts):
         steps = anchors[first:last, None] + np.arange(lengths[first:last].max())
         real = steps < ends[first:last, None]
         layout.append((np.where(real, steps, anchors[first:last, None]).astype(np.int32), real))
@@ -138,7 +140,7 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots
             step=jnp.asarray(steps),
             t=timesteps[steps],
             slot=slots[steps],
-            row=jax.tree.map(lambda a: a[steps], table),
+            row=jax.tree.map(operator.itemgetter(steps), table),
         )
         mask = None if real.all() else jnp.asarray(real)
         carry, states = jax.lax.scan(segment, carry, (info, timesteps[steps + 1], mask))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class CacheSchedule(NamedTuple):
         """Return the schedule itself when it is sound; raise ValueError when not."""
         check_int("num_steps", self.num_steps, minimum=1)
         anchors = self.anchors
-        rising = all(a < b for a, b in zip(anchors, anchors[1:]))
+        rising = all(a < b for a, b in itertools.pairwise(anchors))
         if not anchors or anchors[0] != 0 or not rising or anchors[-1] >= self.num_steps:
             raise ValueError(
                 "schedule: anchors must start at 0, be increasing and < num_steps="

@@ -11,6 +11,7 @@ from scipy.special import gammaln, gammasgn
 
 from fadex.core.checks import check_int, check_real
 
+
 def _series_radius(alpha: float) -> float:
     """``|z|^(1/alpha)`` below which the power series serves.
 

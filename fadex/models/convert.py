@@ -39,7 +39,6 @@ from fadex.models.layers import TimestepEmbedding, frequency_embedding, sincos_2
 
 __all__ = [
     "LAYOUTS",
-    "DiffusersTimestepEmbedding",
     "dit_config_from_state_dict",
     "export_state_dict",
     "load_dit",
@@ -228,18 +227,6 @@ def _mlp_ratio(hidden: int, width: int) -> float:
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
-class DiffusersTimestepEmbedding(TimestepEmbedding):
-    """:class:`~fadex.models.layers.TimestepEmbedding` on the frequencies of diffusers.
-
-    The last of the ``half`` frequencies is ``1 / 10000`` exactly: ``10000^(-i / (half - 1))``.
-    """
-
-    def __call__(self, t: jax.Array) -> jax.Array:
-        half = self.frequencies // 2
-        features = frequency_embedding(t, self.frequencies, 1e4 ** (half / (half - 1)))
-        return self.fc2(jax.nn.silu(self.fc1(features)))
-
-
 def load_dit(
     state_dict: Mapping[str, Any],
     *,
@@ -282,22 +269,17 @@ def load_dit(
       >>> load_dit(weights, num_heads=2, time_scale=1000.0).config == config
       True
     """
-    config = dit_config_from_state_dict(
-        state_dict, num_heads=num_heads, layout=layout, **overrides
-    )
     if time_frequencies is None:
         time_frequencies = "dit" if layout == "dit" else "diffusers"
     check_choice("time_frequencies", time_frequencies, ("dit", "diffusers"))
-
-    def build() -> DiT:
-        model = DiT(config, rngs=nnx.Rngs(0))
-        if time_frequencies == "diffusers":
-            model.time_embed = DiffusersTimestepEmbedding(
-                config.width, dtype=config.dtype, param_dtype=config.param_dtype, rngs=nnx.Rngs(0)
-            )
-        return model
-
-    model = nnx.eval_shape(build)
+    if time_frequencies == "diffusers":
+        # diffusers spaces the 128 frequencies so that the last is 1 / 10000 exactly:
+        # 10000^(-i / 127) where DiT has 10000^(-i / 128).
+        overrides = {"time_max_period": 1e4 ** (128 / 127), **overrides}
+    config = dit_config_from_state_dict(
+        state_dict, num_heads=num_heads, layout=layout, **overrides
+    )
+    model = nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0)))
     nnx.update(model, load_state_dict(config, state_dict, layout=layout, strict=strict))
     return model
 

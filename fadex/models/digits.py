@@ -56,14 +56,28 @@ def load_digits_dit(path: str | Path | None = None) -> tuple[Denoiser, Params]:
     path = shipped_checkpoint() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path: no checkpoint at {path}")
-    denoiser, params = from_nnx(digits_dit())
+    denoiser, params = from_nnx(nnx.eval_shape(digits_dit))  # shapes only, nothing is drawn
     pure = checkpoint.restore(path, target=nnx.to_pure_dict(params))
     nnx.replace_by_pure_dict(params, pure)
     return denoiser, params
 
 
-def save_digits_dit(path: str | Path, params: Params, **metadata: Any) -> Path:
-    """Write weights as a pure dict of arrays; the inverse of :func:`load_digits_dit`."""
+def save_digits_dit(
+    path: str | Path, params: Params, *, overwrite: bool = False, **metadata: Any
+) -> Path:
+    """Write weights as a pure dict of arrays; the inverse of :func:`load_digits_dit`.
+
+    Args:
+      path: the checkpoint folder to create.
+      params: weights of :func:`digits_dit`.
+      overwrite: replace a checkpoint that is at ``path``.
+      metadata: anything that JSON can hold, kept in the checkpoint's manifest.
+
+    Raises:
+      FileExistsError: ``path`` exists and ``overwrite`` is false, or is not a checkpoint.
+    """
     from fadex.core import checkpoint
 
-    return checkpoint.save(path, nnx.to_pure_dict(params), metadata=metadata or None)
+    return checkpoint.save(
+        path, nnx.to_pure_dict(params), metadata=metadata or None, overwrite=overwrite
+    )

@@ -61,6 +61,7 @@ class DiTConfig:
       learn_sigma: predict twice the channels (noise and variance).
       time_scale: factor on ``t`` before its embedding. 1000 for flow matching on ``[0, 1]``,
         1 for models that get timestep indices in ``[0, 1000)``.
+      time_max_period: longest period of the time frequencies.
       scan_layers: stack the blocks on a leading axis and run them under ``lax.scan``:
         compile time no longer grows with depth.
       dtype, param_dtype: of products and of parameters.
@@ -76,6 +77,7 @@ class DiTConfig:
     class_dropout: float = 0.1
     learn_sigma: bool = False
     time_scale: float = 1000.0
+    time_max_period: float = 1e4
     scan_layers: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
@@ -167,14 +169,17 @@ class DiT(nnx.Module):
         patch = config.patch_size**2
         width = config.width
         self.patch_embed = Linear(patch * config.in_channels, width, **kwargs)
-        self.time_embed = TimestepEmbedding(width, **kwargs)
+        self.time_embed = TimestepEmbedding(
+            width, max_period=config.time_max_period, **kwargs
+        )
         rows = config.num_classes + (config.class_dropout > 0)
         self.class_embed = Embed(rows, width, **kwargs)
+        blocks = [DiTBlock(config, rngs=rngs) for _ in range(config.depth)]
         if config.scan_layers:
-            make = nnx.vmap(lambda key: DiTBlock(config, rngs=nnx.Rngs(params=key)))
-            self.blocks = make(jax.random.split(rngs.params(), config.depth))
+            graphdef, states = nnx.split(blocks[0])[0], [nnx.state(block) for block in blocks]
+            self.blocks = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *states))
         else:
-            self.blocks = nnx.List([DiTBlock(config, rngs=rngs) for _ in range(config.depth)])
+            self.blocks = nnx.List(blocks)
         self.final_modulation = Linear(width, 2 * width, kernel_init=zeros, **kwargs)
         self.final_linear = Linear(
             width, patch * config.out_channels, kernel_init=zeros, **kwargs

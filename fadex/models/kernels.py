@@ -53,9 +53,9 @@ def gated_forecast_tpu(
     block = tokens if tokens <= block else max(16, block // 16 * 16)
 
     def kernel(w_ref, gate_ref, x_ref, h_ref, out_ref):
-        total = w_ref[0] * h_ref[0].astype(jnp.float32)
+        total = w_ref[0, 0] * h_ref[0].astype(jnp.float32)
         for k in range(1, snapshots):
-            total += w_ref[k] * h_ref[k].astype(jnp.float32)
+            total += w_ref[0, k] * h_ref[k].astype(jnp.float32)
         gated = x_ref[...].astype(jnp.float32) + gate_ref[...].astype(jnp.float32) * total
         out_ref[...] = gated.astype(out_ref.dtype)
 
@@ -71,7 +71,7 @@ def gated_forecast_tpu(
         out_specs=pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         interpret=interpret,
-    )(weights.astype(jnp.float32), gate[:, None], x, history)
+    )(weights.astype(jnp.float32)[None], gate[:, None], x, history)
 
 
 def gated_forecast_triton(

@@ -34,7 +34,8 @@ class Linear(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         self.dtype = dtype
 
@@ -142,8 +143,9 @@ class Mlp(nnx.Module):
 class TimestepEmbedding(nnx.Module):
     """Sinusoidal frequencies of ``t`` through a two-layer MLP: ``[B] -> [B, D]``."""
 
-    def __init__(self, width: int, *, frequencies: int = 256, dtype: Dtype, param_dtype: Dtype,
-                 rngs: nnx.Rngs):
+    def __init__(self, width: int, *, frequencies: int = 256, max_period: float = 1e4,
+                 dtype: Dtype, param_dtype: Dtype, rngs: nnx.Rngs):
+        self.max_period = max_period
         init = nnx.initializers.normal(0.02)
         kwargs = dict(kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.frequencies = frequencies
@@ -151,4 +153,5 @@ class TimestepEmbedding(nnx.Module):
         self.fc2 = Linear(width, width, **kwargs)
 
     def __call__(self, t: jax.Array) -> jax.Array:
-        return self.fc2(jax.nn.silu(self.fc1(frequency_embedding(t, self.frequencies))))
+        features = frequency_embedding(t, self.frequencies, self.max_period)
+        return self.fc2(jax.nn.silu(self.fc1(features)))

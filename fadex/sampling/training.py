@@ -95,7 +95,8 @@ def _train_chunk(state, images, labels, ema_decay, *, denoiser, optimizer, batch
 @functools.lru_cache(maxsize=8)
 def _default_optimizer(steps: int, learning_rate: float) -> optax.GradientTransformation:
     warmup = min(50, steps)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))
+    decay = max(steps, warmup + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, decay)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
 

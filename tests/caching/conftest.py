@@ -1,0 +1,80 @@
+"""Shared models: an analytic denoiser that counts its calls, and the shipped digits DiT."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fadex.core import Denoiser
+from fadex.models import load_digits_dit
+
+
+class Counter:
+    """Counts how often a compiled program really runs the model."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def _tick(self, t):
+        self.calls += 1
+        return np.zeros_like(t)
+
+    def __call__(self, t):
+        tick = jax.pure_callback(
+            self._tick, jax.ShapeDtypeStruct(t.shape, t.dtype), t, vmap_method="broadcast_all"
+        )
+        return t + tick  # the model needs the result, so the call can't be dropped
+
+    def count(self, fn, *args):
+        self.calls = 0
+        jax.block_until_ready(fn(*args))
+        return self.calls
+
+
+def gaussian_velocity(params, x, t, cond, sg=0.5):
+    """Exact velocity for data ``N(0, sg^2)``; ``params`` scales it."""
+    del cond
+    t = t.reshape((-1,) + (1,) * (x.ndim - 1))
+    slope = (t - (1 - t) * sg**2) / ((1 - t) ** 2 * sg**2 + t**2)
+    return params * slope * x
+
+
+@pytest.fixture
+def counted():
+    counter = Counter()
+    return counter, Denoiser(lambda p, x, t, c: gaussian_velocity(p, x, counter(t), c))
+
+
+@pytest.fixture(scope="session")
+def gaussian():
+    return Denoiser(gaussian_velocity), jnp.float32(1.0)
+
+
+@pytest.fixture(scope="session")
+def digits():
+    return load_digits_dit()
+
+
+@pytest.fixture
+def compiles():
+    """``with compiles() as count:`` then ``count()``: programs compiled inside the block."""
+    from jax import monitoring
+
+    @contextlib.contextmanager
+    def watch():
+        seen = []
+
+        def listen(event, duration, **kwargs):
+            del duration, kwargs
+            if event.endswith("backend_compile_duration"):
+                seen.append(event)
+
+        monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield lambda: len(seen)
+        finally:
+            monitoring.unregister_event_duration_listener(listen)
+
+    return watch
