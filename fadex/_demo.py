@@ -318,7 +318,7 @@ def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):
 
 # -- fadex train ---------------------------------------------------------------------------
 
-_STATE_ARRAYS, _STATE_SETTINGS = "checkpoint", "settings.json"
+STATE_ARRAYS, _STATE_SETTINGS = "checkpoint", "settings.json"
 
 
 class TrainSettings(NamedTuple):
@@ -404,7 +404,7 @@ def train_digits(
         denoiser, params, images.images, images.labels, key=jax.random.key(settings.seed),
         steps=settings.steps, batch_size=settings.batch_size,
         learning_rate=settings.learning_rate, class_dropout=DIGITS_CONFIG.class_dropout,
-        null_label=NULL_DIGIT, checkpoint_dir=state / _STATE_ARRAYS, save_every=save_every,
+        null_label=NULL_DIGIT, checkpoint_dir=state / STATE_ARRAYS, save_every=save_every,
         on_chunk=lambda step, loss: on_stage(f"loss {loss:.3f}", step),
     )
     seconds = time.perf_counter() - started
@@ -418,7 +418,7 @@ def train_digits(
 
 def _remove_state(folder: Path) -> None:
     """Delete what a training put there, and the folder if nothing else is in it."""
-    shutil.rmtree(folder / _STATE_ARRAYS, ignore_errors=True)
+    shutil.rmtree(folder / STATE_ARRAYS, ignore_errors=True)
     (folder / _STATE_SETTINGS).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -532,7 +532,7 @@ def train(
     """Train the digits model by flow matching and write its weights."""
     _writable("--out", out)
 
-    from fadex._demo import TrainSettings, check_training, train_digits
+    from fadex._demo import STATE_ARRAYS, TrainSettings, check_training, train_digits
     from fadex._pictures import console, stages
 
     settings = TrainSettings(data, steps, batch_size, learning_rate, seed)
@@ -546,7 +546,7 @@ def train(
                 keep_state=state is not None, on_stage=stage,
             )
     except KeyboardInterrupt:
-        if folder.exists():
+        if (folder / STATE_ARRAYS).exists():
             print(f"fadex train: the same command goes on from {folder}", file=sys.stderr)
         raise
     screen = console()

@@ -1,4 +1,4 @@
-"""`make test-latest` and the Makefile's set-up, on machines made of fake interpreters."""
+"""`make test-latest`, `.ci/run` and the Makefile's set-up, on machines of fake interpreters."""
 
 import os
 import shutil
@@ -42,11 +42,12 @@ class Machine:
         self.repo, self.home, self.path = tmp / "my checkout", tmp / "home", tmp / "bin"
         self.log = tmp / "log"
         (self.repo / "scripts").mkdir(parents=True)
+        (self.repo / ".ci").mkdir()
         self.home.mkdir()
         self.path.mkdir()
-        for name in ("Makefile", "pyproject.toml", "scripts/test_latest.sh"):
+        for name in ("Makefile", "pyproject.toml", "scripts/test_latest.sh", ".ci/run"):
             shutil.copy(ROOT / name, self.repo / name)
-        for tool in ("bash", "sh", "make", "basename", "cat", "cp", "mkdir", "touch"):
+        for tool in ("bash", "sh", "make", "basename", "dirname", "cat", "cp", "mkdir", "touch"):
             if shutil.which(tool):
                 (self.path / tool).symlink_to(shutil.which(tool))
 
@@ -212,3 +213,19 @@ def test_make_without_a_python_says_what_to_do(machine):
         assert "found no Python 3.11 or newer that runs" in ran.stderr
         assert "make PYTHON=/path/to/python3 demo" in ran.stderr
         assert all(a in ran.stderr for a in args)
+
+
+@pytest.mark.parametrize(
+    ("latest", "suite"), [(0, 0), (1, 0), (0, 2), (1, 2)], ids=["pass", "latest", "suite", "both"]
+)
+def test_ci_runs_both_and_fails_when_either_does(machine, latest, suite):
+    (machine.path / "make").unlink()
+    machine._write(machine.path / "make", f"""#!{BASH}
+echo "ran $1"
+[[ $1 == test ]] && exit {suite}
+exit {latest}
+""")
+    ran = machine(".ci/run", CI="true")
+    assert (ran.returncode == 0) == (latest == suite == 0)
+    assert ran.stdout.splitlines() == ["ran test-latest", "ran test"]
+    assert ("test-latest failed" in ran.stderr) == (latest == 1 and suite == 0)

@@ -89,13 +89,18 @@ def _sampler_name(sampler: Sampler) -> str:
 def _best(errors: np.ndarray, preference: np.ndarray, valid: np.ndarray, norm: float) -> int:
     """Smallest error; among ties the preferred candidate wins.
 
-    Ties lie within a relative 1e-9, or within the rounding of float32 features of squared
-    norm ``norm``: below that, errors only rank noise.
+    Ties lie within a relative 1e-9, or within the rounding of a float32 Gram matrix whose
+    largest squared displacement is ``norm``: below that, errors only rank noise.
     """
     errors = np.where(valid, errors, np.inf)
-    noise = 4.0 * np.finfo(np.float32).eps ** 2 * norm
+    noise = 4.0 * np.finfo(np.float32).eps * norm
     tied = np.flatnonzero(errors <= errors.min() * (1.0 + _TIE) + noise)
     return int(tied[np.argmin(preference[tied])])
+
+
+def _displacement(gram: np.ndarray) -> float:
+    """Largest squared distance of a snapshot to the target."""
+    return float(np.diagonal(gram)[:-1].max())
 
 
 def _preference(grid: FadeGrid, weights: np.ndarray) -> np.ndarray:
@@ -189,7 +194,7 @@ def profile_fade(
 
         def choose(s, pos, gram):
             cell, factor, weights, valid = _cell(grid, pos, s, gram, amplitude)
-            best = _best(cell, _preference(grid, weights), valid, gram[-1, -1])
+            best = _best(cell, _preference(grid, weights), valid, _displacement(gram))
             index[s, 0], rho[s, 0] = best, factor[best]
             errors[s, 0] = cell[best] / max(gram[-1, -1], 1e-30)
             return factor[best] * weights[best]
@@ -225,7 +230,7 @@ def _choose_open(grid, schedule, gram, amplitude):
         for g in range(sites):
             cell, factor, weights, valid = _cell(grid, pos, s, gram[s, g], amplitude)
             best = _best(
-                cell, _preference(grid, weights), valid, gram[s, g, -1, -1]
+                cell, _preference(grid, weights), valid, _displacement(gram[s, g])
             )
             index[s, g], rho[s, g] = best, factor[best]
             errors[s, g] = cell[best] / max(gram[s, g, -1, -1], 1e-30)
@@ -249,15 +254,17 @@ def _choose_binned(grid, schedule, gram, amplitude, times, bins):
     index, rho, errors = np.zeros(shape, np.int64), np.ones(shape), np.full(shape, np.nan)
     for (b, k), members in cells.items():
         for g in range(sites):
-            total, norm, usable, factors, preference = 0.0, 0.0, True, [], 0.0
+            total, norm, moved = 0.0, 0.0, 0.0
+            usable, factors, preference = True, [], 0.0
             for s in members:
                 pos = schedule.history(s, HISTORY)
                 cell, factor, weights, valid = _cell(grid, pos, s, gram[s, g], amplitude)
                 total, norm = total + cell, norm + gram[s, g, -1, -1]
+                moved += _displacement(gram[s, g])
                 usable = usable & valid
                 factors.append(factor)
                 preference = np.maximum(preference, _preference(grid, weights))
-            best = _best(total, preference, usable, norm)
+            best = _best(total, preference, usable, moved)
             index[b, k - 1, g] = best
             rho[b, k - 1, g] = np.mean([factor[best] for factor in factors])
             errors[b, k - 1, g] = total[best] / max(norm, 1e-30)

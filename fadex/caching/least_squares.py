@@ -52,7 +52,7 @@ def solve_weights(gram: np.ndarray, known: int, *, affine: bool, ridge: float) -
 
 
 def least_squares_plan(
-    profile: GramProfile, *, history: int = 3, affine: bool = False, ridge: float = 1e-8
+    profile: GramProfile, *, history: int = 3, affine: bool = False, ridge: float = 1e-6
 ) -> ForecastPlan:
     """Least-squares weights for every cell of an open-loop profile.
 
@@ -60,7 +60,8 @@ def least_squares_plan(
       profile: from :func:`~fadex.caching.profile_gram`.
       history: snapshots ``K`` used, at most those of the profile.
       affine: require ``sum w = 1``.
-      ridge: relative Tikhonov term on the corrections to reuse.
+      ridge: relative Tikhonov term on the corrections to reuse; the default lies just above
+        the rounding of a float32 Gram matrix.
     """
     history = check_int("history", history, minimum=1)
     ridge = check_real("ridge", ridge, minimum=0.0)
@@ -87,7 +88,7 @@ def profile_least_squares(
     mode: str = "open",
     history: int = 3,
     affine: bool = False,
-    ridge: float = 1e-8,
+    ridge: float = 1e-6,
     site: str = "output",
     **kwargs: Any,
 ) -> ForecastPlan:
