@@ -297,6 +297,7 @@ def draw_digits(
 
 def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):
     from fadex.caching import fade_plan, load_lut
+    from fadex.caching.compare import GRID_METHODS
     from fadex.caching.fade_table import _sampler_name
 
     try:
@@ -306,9 +307,10 @@ def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):
         raise ValueError(f"table: expected a file written by 'fadex profile'; {message}") from error
     if lut.site != site:
         raise ValueError(f"site: {path} was profiled for {lut.site!r}, got {site!r}")
-    name = _sampler_name(sampler)
-    if lut.sampler != name:
-        raise ValueError(f"sampler: {path} was profiled with {lut.sampler!r}, got {name!r}")
+    names = {_sampler_name(make()): name for name, make in GRID_METHODS.items()}
+    have, want = (names.get(name, name) for name in (lut.sampler, _sampler_name(sampler)))
+    if have != want:
+        raise ValueError(f"sampler: {path} was profiled with {have!r}, got {want!r}")
     try:
         return fade_plan(lut, schedule, timesteps=timesteps, guidance=guidance, params=params)
     except ValueError as error:

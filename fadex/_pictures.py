@@ -221,23 +221,27 @@ def grid_picture(images: np.ndarray, labels: Sequence[int], title: str) -> Any:
     return figure
 
 
-def tradeoff_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Relative error against model evaluations, a panel for each guidance and site."""
+def tradeoff_picture(
+    rows: Sequence[Mapping[str, Any]], sites: Sequence[str], coarse: Sequence[str]
+) -> Any:
+    """Relative error against model evaluations, a panel for each guidance and site.
+
+    Args:
+      rows: of :func:`fadex.caching.compare.compare`.
+      sites: what was cached; the methods in ``coarse`` have no site and stand in every panel.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rows = [row for row in rows if row["method"] != "full"]
-    sites = list(dict.fromkeys(row["site"] for row in rows))
-    panels = [
-        (guidance, site)
-        for guidance in dict.fromkeys(row["guidance"] for row in rows)
-        for site in sites
-    ]
+    guidances = list(dict.fromkeys(row["guidance"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     styles = _styles(methods)
-    across = min(len(panels), 3)
+    panels = [(guidance, site) for guidance in guidances for site in sites]
+    across = len(sites) if len(sites) > 1 else min(len(panels), 3)
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(4.4 * across + 2.2, 3.9 * down), layout="constrained")
+    figure = Figure(figsize=(4.4 * across + 2.2, 3.8 * down), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     grid = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels):]:
         axes.set_visible(False)
@@ -247,7 +251,7 @@ def tradeoff_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
             points = sorted(
                 (row["nfe"], row["rel_error"]) for row in rows
                 if row["method"] == method and row["guidance"] == guidance
-                and row["site"] == site and row["rel_error"] and row["rel_error"] > 0
+                and (row["site"] == site or method in coarse) and row["rel_error"]
             )
             if points:
                 colour, mark = styles[method]
@@ -255,7 +259,7 @@ def tradeoff_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
                     *zip(*points), color=colour, marker=mark, ms=5, lw=1.6
                 )
         axes.set_yscale("log")
-        axes.set_title(f"guidance {guidance:g}, cached at {site}", fontsize=10)
+        axes.set_title(f"guidance {guidance:g}, cached: {site}", fontsize=10)
         axes.set_xlabel("model evaluations")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="0.9", which="major")
@@ -322,7 +326,7 @@ def lut_table(lut: Any) -> Any:
     title = "FADE table" if sites == 1 else f"FADE table: median (range) over {sites} sites"
     table = Table(title=title, title_justify="left", title_style="bold")
     for header in ("step", "t", "steps since\nlast computed", "operator", "alpha", "lambda",
-                   "order", "factor", "rel. forecast\nerror"):
+                   "order", "factor", "rel. distance\nto the target"):
         table.add_column(header, justify="right", no_wrap=True)
 
     def spread(values: np.ndarray, digits: int) -> str:

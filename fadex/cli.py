@@ -61,9 +61,9 @@ def _explain(error: Exception, ctx: Any) -> Exception:
     match = re.match(r"(\w+)[\w.\[\]]*: (.*)", message, re.DOTALL)
     if match:
         for name in (match[1], *_ALIASES.get(match[1], ())):
-            value = ctx.params.get(name)
-            if name in options and value is not None:
-                said = str(value) in match[2]
+            if name in options:
+                value = ctx.params.get(name)
+                said = value is None or str(value) in match[2]
                 return _bad(options[name], match[2] if said else f"{match[2]} (got {value})")
     return UsageError(message, ctx=ctx)
 
@@ -86,6 +86,7 @@ class _Group(TyperGroup):
     """Prints a usage error as one line of plain text."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        extra["prog_name"] = "fadex"
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
         try:
@@ -198,7 +199,7 @@ def _output(option: str, path: Path | None, suffix: str | None = None) -> None:
 
 def _writable(option: str, path: Path) -> None:
     path = path.absolute()
-    existing = next(parent for parent in path.parents if os.path.lexists(parent))
+    existing = next(p for p in (*path.parents, path) if os.path.lexists(p))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "is not writable" if existing.is_dir() else "is not a folder"
         raise _bad(option, f"cannot write {str(path)!r}: {existing} {reason}.")
@@ -383,7 +384,7 @@ def compare(
     if json_file is not None:
         write_json(json_file, rows)
     if plot is not None:
-        write_picture(plot, tradeoff_picture(rows))
+        write_picture(plot, tradeoff_picture(rows, places, tuple(GRID_METHODS)))
     screen = console()
     screen.print(rows_table(rows, str))
     screen.print(f"{samples} samples, seed {seed}; times are medians of {repeats} interleaved "
@@ -498,6 +499,9 @@ def profile(
     save_lut(lut, out)
     screen = console()
     screen.print(lut_table(lut))
+    targets = {"open": "The target is the feature of the full run.",
+               "closed": "The target also undoes the drift of earlier skips."}
+    screen.print(targets[lut.mode])
     screen.print(
         f"{schedule.nfe} of {steps} steps are computed, {len(schedule.skipped)} forecast; "
         f"{lut.mode} loop at {lut.site}, {sampler}, guidance {guidance:g}, "

@@ -6,8 +6,9 @@ Gamma functions lose four digits, and a table is computed once.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-from scipy.special import gammaln, gammasgn
 
 from fadex.core.checks import check_int, check_real
 
@@ -82,6 +83,8 @@ def mittag_leffler(alpha: float, beta: float, z: np.ndarray | float) -> np.ndarr
 
 
 def _series(alpha: float, beta: float, z: np.ndarray) -> np.ndarray:
+    from scipy.special import gammaln, gammasgn  # as slow to import as all of ours together
+
     # The largest term sits near i = |z|^(1/alpha)/alpha; past it the Gamma function wins.
     peak = float(np.max(np.abs(z)) ** (1.0 / alpha))
     count = int((4.0 * peak + 80.0) / alpha) + 8
@@ -147,4 +150,4 @@ def l1_weights(alpha: float, count: int) -> np.ndarray:
     alpha = check_real("alpha", alpha, minimum=0.0, maximum=1.0, exclusive=True)
     count = check_int("count", count, minimum=1)
     j = np.arange(count, dtype=np.float64)
-    return ((j + 1.0) ** (1.0 - alpha) - j ** (1.0 - alpha)) / np.exp(gammaln(2.0 - alpha))
+    return ((j + 1.0) ** (1.0 - alpha) - j ** (1.0 - alpha)) / math.gamma(2.0 - alpha)

@@ -1,0 +1,29 @@
+"""FADE on real images: the shipped digits DiT, noise that profiling never saw.
+
+One model and 48 samples; `benchmarks/caching.py` repeats this over training seeds.
+"""
+
+import pytest
+
+from fadex.caching.compare import compare, label_task
+from fadex.models import DIGITS_SHAPE
+
+
+@pytest.fixture(scope="module")
+def rows(digits):
+    task = label_task(*digits, shape=DIGITS_SHAPE, num_classes=10, samples=48, seed=11,
+                      profile_samples=16)
+    methods = ["reuse", "taylor1", "taylor2", "ab2", "fade", "fade_amplitude"]
+    found = compare(task, methods=methods, intervals=[4, 6], guidances=[3.0], repeats=1)
+    return {(r["method"], r["interval"]): r["rel_error"] for r in found}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("interval", [4, 6])
+def test_fade_beats_taylorseer_and_the_coarse_grid_at_equal_evaluations(rows, interval):
+    error = lambda method: rows[method, interval]
+    assert error("fade") <= 0.85 * error("taylor1")
+    assert error("fade") <= 0.9 * error("taylor2")
+    assert error("fade") <= error("ab2")
+    assert error("fade") <= 0.5 * error("reuse")
+    assert error("fade_amplitude") <= 0.9 * error("taylor1")
