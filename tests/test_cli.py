@@ -366,6 +366,17 @@ def test_a_table_that_does_not_match_is_refused(table, tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
+@pytest.fixture
+def quick_compile():
+    """Half the optimization, half the wait: for programs that are compiled to run three times."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_compile")
 def test_train_goes_on_after_an_interruption_as_if_nothing_had_been(tmp_path, monkeypatch, table):
     from fadex import _pictures
     from fadex.core import checkpoint

@@ -23,11 +23,11 @@ from fadex.models.kernels import gated_forecast
 __all__ = [
     "DIGITS_CONFIG",
     "DIGITS_SHAPE",
+    "NULL_DIGIT",
     "Denoiser",
     "DiT",
     "DiTBlock",
     "DiTConfig",
-    "NULL_DIGIT",
     "digits_dit",
     "dit_config_from_state_dict",
     "drop_labels",

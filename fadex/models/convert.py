@@ -35,7 +35,7 @@ from flax import nnx
 from fadex.core.checks import check_choice, check_int
 from fadex.core.pytree import flatten_with_paths, map_with_path
 from fadex.models.dit import DiT, DiTConfig
-from fadex.models.layers import TimestepEmbedding, frequency_embedding, sincos_2d
+from fadex.models.layers import sincos_2d
 
 __all__ = [
     "LAYOUTS",

@@ -1,8 +1,16 @@
 import numpy as np
 import pytest
 
-from fadex.caching import FadeGrid, FadeParams, fade, fade_weights, make_plan, newton, taylorseer
-from fadex.caching import uniform_schedule
+from fadex.caching import (
+    FadeGrid,
+    FadeParams,
+    fade,
+    fade_weights,
+    make_plan,
+    newton,
+    taylorseer,
+    uniform_schedule,
+)
 from fadex.caching.fade import candidate_weights, candidates, psi
 from fadex.core.special import mittag_leffler
 

@@ -74,4 +74,4 @@ def test_the_readme_examples_run():
     assert len(blocks) >= 2, "the README shows code for nnx and for linen"
     namespace = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)  # noqa: S102
+        exec(compile(block, str(README), "exec"), namespace)
