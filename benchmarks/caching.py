@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from fadex.caching import (
     FadeGrid,
@@ -158,8 +159,8 @@ def tabulate(title, errors, methods, guidances=GUIDANCES, intervals=INTERVALS, b
                          ratio_low=ratio[1], ratio_high=ratio[2], ratio_to=base)
                 )
                 cells.append(f"{mean:.4f} ({ratio[0]:4.2f})")
-            print(f"{guidance:8g}  {interval:2d} ({nfe:2d})  " + "  ".join(f"{c:>14}" for c in cells),
-                  flush=True)
+            line = "  ".join(f"{cell:>14}" for cell in cells)
+            print(f"{guidance:8g}  {interval:2d} ({nfe:2d})  {line}", flush=True)
     return rows
 
 
@@ -170,11 +171,13 @@ def part_table(tasks, args):
     rows = tabulate("relative error (ratio to TaylorSeer-1), site output", errors, methods)
     for guidance in GUIDANCES:
         for n in INTERVALS:
-            fade, low, high = interval_of(errors[guidance, n, "fade"], errors[guidance, n, "taylor1"])
-            grid = interval_of(errors[guidance, n, "fade"], errors[guidance, n, "ab2"])[0]
+            ours = errors[guidance, n, "fade"]
+            fade, low, high = interval_of(ours, errors[guidance, n, "taylor1"])
+            grid = interval_of(ours, errors[guidance, n, "ab2"])[0]
             verdict = "met" if fade <= 0.85 else "MISSED"
-            print(f"guidance {guidance:g} N={n}: FADE / Taylor-1 = {fade:.3f} [{low:.3f}, {high:.3f}]"
-                  f" (bar 0.85 {verdict}); FADE / AB2 grid = {grid:.3f}", flush=True)
+            print(f"guidance {guidance:g} N={n}: FADE / Taylor-1 = {fade:.3f} "
+                  f"[{low:.3f}, {high:.3f}] (bar 0.85 {verdict}); FADE / AB2 grid = {grid:.3f}",
+                  flush=True)
     return rows
 
 
@@ -281,8 +284,9 @@ def part_heterogeneity(tasks, args):
         for interval in (5, 6, 8):
             schedule = uniform_schedule(STEPS, interval)
             shared = dict(timesteps=uniform_times(STEPS), schedule=schedule, site="module")
-            fit = profile_gram(task.denoiser, task.params, task.profile_x, task.profile_cond, **shared)
-            held = profile_gram(task.denoiser, task.params, task.x, task.cond, **shared)
+            model = (task.denoiser, task.params)
+            fit = profile_gram(*model, task.profile_x, task.profile_cond, **shared)
+            held = profile_gram(*model, task.x, task.cond, **shared)
             layers = fit.gram.shape[1]
             own, one = np.zeros(layers), np.zeros(layers)
             for s in schedule.skipped:
@@ -307,7 +311,7 @@ def part_wall(tasks, args):
     del tasks
     rows = []
     config = DiTConfig.named("S/2", in_channels=4, scan_layers=True)
-    denoiser, params = from_nnx(DiT(config, rngs=__import__("flax").nnx.Rngs(0)))
+    denoiser, params = from_nnx(DiT(config, rngs=nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(0), (1, 32, 32, 4))
     cond = jnp.zeros((1,), jnp.int32)
     timesteps = uniform_times(STEPS)

@@ -69,13 +69,12 @@ def render() -> str:
               "| guidance | | " + " | ".join(f"N = {n}" for n in intervals) + " |",
               "|---" * (2 + len(intervals)) + "|"]
     for guidance in (1.0, 3.0):
-        ratio = lambda n: rows[guidance, n, "fade"]
+        ours = [rows[guidance, n, "fade"] for n in intervals]
+        grid = [rows[guidance, n, "ab2"] for n in intervals]
         lines.append(f"| {guidance:g} | to TaylorSeer-1 | " + " | ".join(
-            f"{ratio(n)['ratio']:.2f} [{ratio(n)['ratio_low']:.2f}, {ratio(n)['ratio_high']:.2f}]"
-            for n in intervals) + " |")
+            f"{r['ratio']:.2f} [{r['ratio_low']:.2f}, {r['ratio_high']:.2f}]" for r in ours) + " |")
         lines.append(f"| {guidance:g} | to the AB2 grid | " + " | ".join(
-            f"{ratio(n)['rel_error'] / rows[guidance, n, 'ab2']['rel_error']:.2f}"
-            for n in intervals) + " |")
+            f"{r['rel_error'] / g['rel_error']:.2f}" for r, g in zip(ours, grid)) + " |")
     ahead = [f"N = {n} at guidance {g:g}" for g in (1.0, 3.0) for n in intervals
              if rows[g, n, "fade"]["rel_error"] > rows[g, n, "ab2"]["rel_error"]]
     if ahead:

