@@ -298,7 +298,7 @@ def draw_digits(
 def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):
     from fadex.caching import fade_plan, load_lut
     from fadex.caching.compare import GRID_METHODS
-    from fadex.caching.fade_table import _sampler_name
+    from fadex.caching.fade_table import sampler_name
 
     try:
         lut = load_lut(path)
@@ -307,8 +307,8 @@ def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):
         raise ValueError(f"table: expected a file written by 'fadex profile'; {message}") from error
     if lut.site != site:
         raise ValueError(f"site: {path} was profiled for {lut.site!r}, got {site!r}")
-    names = {_sampler_name(make()): name for name, make in GRID_METHODS.items()}
-    have, want = (names.get(name, name) for name in (lut.sampler, _sampler_name(sampler)))
+    names = {sampler_name(make()): name for name, make in GRID_METHODS.items()}
+    have, want = (names.get(name, name) for name in (lut.sampler, sampler_name(sampler)))
     if have != want:
         raise ValueError(f"sampler: {path} was profiled with {have!r}, got {want!r}")
     try:

@@ -31,13 +31,13 @@ _OTHERS = ("#E69F00", "#56B4E9", "#8C564B", "#9467BD", "#BCBD22", "#17BECF", "#1
 _NAMES = {
     "full": "Full run",
     "reuse": "Reuse",
-    "taylor1": "TaylorSeer, order 1",
-    "taylor2": "TaylorSeer, order 2",
-    "taylor3": "TaylorSeer, order 3",
-    "newton2": "Newton, order 2",
-    "newton3": "Newton, order 3",
-    "hicache1": "HiCache, order 1",
-    "hicache2": "HiCache, order 2",
+    "taylor1": "TaylorSeer-1",
+    "taylor2": "TaylorSeer-2",
+    "taylor3": "TaylorSeer-3",
+    "newton2": "Newton-2",
+    "newton3": "Newton-3",
+    "hicache1": "HiCache-1",
+    "hicache2": "HiCache-2",
     "foca": "FoCa",
     "lsq": "Least squares",
     "fade": "FADE",
@@ -284,22 +284,35 @@ def error_text(value: float | None) -> str:
     return f"{value:.4f}" if value >= 0.001 else f"{value:.1e}" if value else "0"
 
 
-def rows_table(rows: Sequence[Mapping[str, Any]], title: Callable[[str], str]) -> Any:
-    """A rich table of comparison rows; settings that all rows share stand above it."""
+def _table(title: str, *headers: str) -> Any:
+    from rich import box
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), show_edge=False)
+    for header in headers:
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    return table
+
+
+ROWS_LEGEND = (
+    "N: every N-th step is computed. evals: model evaluations. ideal: the speed-up if only they "
+    "took time. same digit: share of samples that an independent classifier labels as it labels "
+    "the full run's."
+)
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], title: Callable[[str], str]) -> Any:
+    """A rich table of comparison rows; settings that all rows share stand above it."""
     shown = {"guidance": "{:g}", "site": "{}"}
     several = [key for key in shown if len({row[key] for row in rows}) > 1]
     shared = [f"{key} {shown[key].format(rows[0][key])}" for key in shown if key not in several]
-    table = Table(
-        title=", ".join([f"{rows[0]['num_steps']} steps", *shared]), title_justify="left",
-        title_style="bold",
+    table = _table(
+        ", ".join([f"{rows[0]['num_steps']} steps", *shared, "compared with the full run"]),
+        "method", "N", *several, "model\nevals", "time", "speed-up\nmeasured", "\nideal",
+        "rel.\nerror", "PSNR", "same\ndigit",
     )
-    table.add_column("method", no_wrap=True)
-    for header in ("N", *several, "model\nevaluations", "time", "speed-up\nmeasured",
-                   "speed-up\nideal", "rel. error to\nthe full run", "PSNR",
-                   "same digit as\nthe full run"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table.columns[0].justify = "left"
     before = rows[0]
     for row in rows:
         if any(row[key] != before[key] for key in ("interval", "guidance")):
@@ -318,16 +331,14 @@ def rows_table(rows: Sequence[Mapping[str, Any]], title: Callable[[str], str]) -
 
 def lut_table(lut: Any) -> Any:
     """A rich table of FADE's operators by skipped step; over several sites median and range."""
-    from rich.table import Table
-
     from fadex.caching.fade import FORMS
 
     sites = lut.params.alpha.shape[-1]
     title = "FADE table" if sites == 1 else f"FADE table: median (range) over {sites} sites"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for header in ("step", "t", "steps since\nlast computed", "operator", "alpha", "lambda",
-                   "order", "factor", "rel. distance\nto the target"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _table(
+        title, "step", "t", "since last\ncomputed", "operator", "alpha", "lambda", "order",
+        "factor", "distance\nto target",
+    )
 
     def spread(values: np.ndarray, digits: int) -> str:
         middle = f"{np.median(values):.{digits}f}"
@@ -348,6 +359,13 @@ def lut_table(lut: Any) -> Any:
     return table
 
 
+def print_table(screen: Any, table: Any) -> None:
+    """Print a table; on a narrow terminal lines break, but no cell is cut short."""
+    needed = screen.measure(table, options=screen.options.update(max_width=1000)).maximum
+    screen.width = max(screen.width, needed)
+    screen.print(table)
+
+
 # -- console and files ---------------------------------------------------------------------
 
 
@@ -355,8 +373,7 @@ def console() -> Any:
     """A rich console on stdout."""
     from rich.console import Console
 
-    # Off a terminal rich assumes 80 columns and would break the tables' cells.
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+    return Console(highlight=False, markup=False)
 
 
 @contextmanager

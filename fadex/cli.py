@@ -289,7 +289,16 @@ def demo(
 
     from fadex._demo import METHODS as shown
     from fadex._demo import run_demo, stage_count
-    from fadex._pictures import console, method_title, rows_table, stages, write_json, write_picture
+    from fadex._pictures import (
+        ROWS_LEGEND,
+        console,
+        method_title,
+        print_table,
+        rows_table,
+        stages,
+        write_json,
+        write_picture,
+    )
 
     total = 6 + stage_count(shown, len(numbers), 1, 1, repeats)
     with stages(total) as stage:
@@ -303,21 +312,24 @@ def demo(
         write_json(out / "report.json", result.report)
     screen = console()
     accuracy = 100 * result.report["classifier_test_accuracy"]
-    screen.print(rows_table(result.report["rows"], method_title))
+    print_table(screen, rows_table(result.report["rows"], method_title))
+    screen.print(ROWS_LEGEND)
     screen.print(
         f"{samples} samples, seed {seed}; times are medians of {repeats} interleaved runs after "
-        f"compilation.\nThe digit classifier is right on {accuracy:.1f} % of real digits that it "
-        "was not trained on."
+        "compilation."
+    )
+    screen.print(
+        f"The classifier is right on {accuracy:.1f} % of real digits that it was not trained on."
     )
     by_method = {(row["method"], row["interval"]): row for row in result.rows}
     for n in numbers:
         fade = by_method["fade", n]["rel_error"]
         ratios = [
-            f"{fade / by_method[rival, n]['rel_error']:.2f}x that of {method_title(rival)}"
+            f"{fade / by_method[rival, n]['rel_error']:.2f}x {method_title(rival)}"
             for rival in shown if rival != "fade" and by_method[rival, n]["rel_error"]
         ]
         if ratios:
-            screen.print(f"N = {n}: FADE's error is {' and '.join(ratios)}.")
+            screen.print(f"FADE's error at N = {n}: {'; '.join(ratios)}.")
     screen.print(f"Computed in {result.report['seconds']:.1f} s. Wrote:")
     for name in (*result.pictures, "report.json"):
         screen.print(f"  {out / name}", soft_wrap=True)
@@ -361,7 +373,9 @@ def compare(
 
     from fadex._demo import clean_rows, digits_judge, digits_task, stage_count
     from fadex._pictures import (
+        ROWS_LEGEND,
         console,
+        print_table,
         rows_table,
         stages,
         tradeoff_picture,
@@ -386,9 +400,12 @@ def compare(
     if plot is not None:
         write_picture(plot, tradeoff_picture(rows, places, tuple(GRID_METHODS)))
     screen = console()
-    screen.print(rows_table(rows, str))
-    screen.print(f"{samples} samples, seed {seed}; times are medians of {repeats} interleaved "
-                  "runs after compilation.")
+    print_table(screen, rows_table(rows, str))
+    screen.print(ROWS_LEGEND)
+    screen.print(
+        f"{samples} samples, seed {seed}; times are medians of {repeats} interleaved runs after "
+        "compilation."
+    )
     for path in (json_file, plot):
         if path is not None:
             screen.print(f"Wrote {path}", soft_wrap=True)
@@ -480,7 +497,7 @@ def profile(
     _checkpoint_exists(checkpoint)
 
     from fadex._demo import digits_task
-    from fadex._pictures import console, lut_table, stages
+    from fadex._pictures import console, lut_table, print_table, stages
     from fadex.caching import profile_fade, save_lut, uniform_schedule
     from fadex.caching.compare import GRID_METHODS
     from fadex.sampling import uniform_times
@@ -498,7 +515,7 @@ def profile(
         )
     save_lut(lut, out)
     screen = console()
-    screen.print(lut_table(lut))
+    print_table(screen, lut_table(lut))
     targets = {"open": "The target is the feature of the full run.",
                "closed": "The target also undoes the drift of earlier skips."}
     screen.print(targets[lut.mode])

@@ -30,7 +30,8 @@ def run(*args):
 def succeed(*args):
     result = run(*args)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
+    # On a new machine matplotlib says that it builds its font cache.
+    assert [line for line in result.stderr.splitlines() if "font cache" not in line] == []
     return result
 
 
@@ -441,6 +442,6 @@ def test_demo_writes_pictures_and_report(tmp_path):
         curve = report["trajectory"]["curves"][row["method"]]
         assert curve["t"][0] == 1 and curve["t"][-1] == 0 and curve["rel_error"][0] == 0
         assert curve["rel_error"][-1] == pytest.approx(row["rel_error"], rel=1e-3)
-    for text in ("TaylorSeer", "AB2", "FADE", "1.7x", "Full run", "that of"):
+    for text in ("TaylorSeer", "AB2", "FADE", "1.7x", "Full run", "FADE's error at N = 3"):
         assert text in result.stdout
     assert str(Path(out) / "report.json") in result.stdout

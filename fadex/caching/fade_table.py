@@ -55,8 +55,10 @@ class FadeLUT(NamedTuple):
     Attributes:
       params: :class:`FadeParams` of arrays ``[S, G]`` (``axis="step"``) or
         ``[bins, offsets, G]`` (``axis="time"``; offset 1 first).
-      errors: relative squared forecast error of each cell on the profiling samples, like
-        ``params`` (NaN where nothing was profiled).
+      errors: squared error of each cell's forecast on the profiling samples over the squared
+        norm of its target, like ``params`` (NaN where nothing was profiled). In open mode the
+        target is the feature itself; in closed mode it also holds the drift to be undone, so
+        the number says how much of that is left, not how well the feature is forecast.
       schedule: the profiled schedule.
       site, mode, axis: what was profiled and how.
       timesteps: ``[S + 1]``.
@@ -81,7 +83,8 @@ class FadeLUT(NamedTuple):
     samples: int
 
 
-def _sampler_name(sampler: Sampler) -> str:
+def sampler_name(sampler: Sampler) -> str:
+    """A name that tells samplers apart, as tables record it."""
     step = getattr(sampler.step, "func", sampler.step)
     return f"{step.__name__.strip('_')}:{sampler.prediction}"
 
@@ -215,7 +218,7 @@ def profile_fade(
         timesteps=times.astype(np.float32),
         guidance=guidance,
         model_hash=tree_hash(params),
-        sampler=_sampler_name(sampler),
+        sampler=sampler_name(sampler),
         grid=grid,
         samples=int(np.shape(x)[0]),
     )
@@ -287,6 +290,8 @@ def fade_plan(
     timesteps: Any = None,
     guidance: float | None = None,
     params: Any = None,
+    sampler: Sampler | None = None,
+    site: str | None = None,
     strict: bool = True,
 ) -> ForecastPlan:
     """Weights from a profiled table, in float64 on the host.
@@ -298,7 +303,8 @@ def fade_plan(
       timesteps: of the run to come, checked against (step) or looked up in (time) the table.
       guidance: of the run to come; a difference of more than 25 % from the table's is refused.
       params: of the model to come; a different model is refused.
-      strict: False lets a differing guidance, model or time grid pass.
+      sampler, site: of the run to come; others than the table's are refused.
+      strict: False lets a differing guidance, model, sampler or time grid pass.
 
     Raises:
       ValueError: the table does not fit, saying in what.
@@ -315,8 +321,10 @@ def fade_plan(
                 f"lut: profiled for anchors {lut.schedule.anchors}, the schedule has "
                 f"{schedule.anchors}"
             )
+    if site is not None and site != lut.site:
+        raise ValueError(f"site: the table was profiled at {lut.site!r}, the run uses {site!r}")
     if strict:
-        _check_match(lut, timesteps, guidance, params)
+        _check_match(lut, timesteps, guidance, params, sampler)
     sites = lut.params.alpha.shape[-1]
     weights = np.zeros((schedule.num_steps, sites, HISTORY))
     cells = _step_cells if lut.axis == "step" else _time_cells
@@ -356,7 +364,14 @@ def _time_cells(lut, schedule, timesteps):
     return cells
 
 
-def _check_match(lut: FadeLUT, timesteps: Any, guidance: Any, params: Any) -> None:
+def _check_match(
+    lut: FadeLUT, timesteps: Any, guidance: Any, params: Any, sampler: Sampler | None
+) -> None:
+    if sampler is not None and sampler_name(sampler) != lut.sampler:
+        raise ValueError(
+            f"sampler: the table was profiled with {lut.sampler!r}, the run uses "
+            f"{sampler_name(sampler)!r}; profile again, or pass strict=False"
+        )
     if guidance is not None:
         guidance = float(guidance)
         if abs(guidance - lut.guidance) > 0.25 * abs(lut.guidance):
@@ -452,7 +467,7 @@ def load_lut(path: str | Path) -> FadeLUT:
     if not path.is_file():
         raise FileNotFoundError(f"path: no FADE table at {path}")
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             arrays = {name: data[name] for name in data.files}
         text, digest = str(arrays.pop("metadata")), str(arrays.pop("sha256"))
         metadata = json.loads(text)

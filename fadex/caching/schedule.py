@@ -75,9 +75,9 @@ def uniform_schedule(
     interval = check_int("interval", interval, minimum=1)
     warmup = check_int("warmup", warmup, minimum=1)
     cooldown = check_int("cooldown", cooldown, minimum=0)
-    anchors = {*range(warmup), *range(warmup - 1, num_steps, interval)}
-    anchors |= set(range(num_steps - cooldown, num_steps))
-    return CacheSchedule(num_steps, tuple(sorted(a for a in anchors if 0 <= a < num_steps)))
+    anchors = {*range(min(warmup, num_steps)), *range(warmup - 1, num_steps, interval)}
+    anchors |= set(range(max(num_steps - cooldown, 0), num_steps))
+    return CacheSchedule(num_steps, tuple(sorted(anchors)))
 
 
 def custom_schedule(num_steps: int, anchors: Iterable[int]) -> CacheSchedule:

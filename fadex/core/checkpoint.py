@@ -45,7 +45,7 @@ from fadex.core.pytree import (
     typed_nodes,
 )
 
-__all__ = ["CheckpointError", "read_manifest", "restore", "save", "verify"]
+__all__ = ["CheckpointError", "exists", "read_manifest", "restore", "save", "verify"]
 
 FORMAT = "fadex-checkpoint"
 VERSION = 1
@@ -126,6 +126,12 @@ def save(
     for stale in _moved_aside(final):
         shutil.rmtree(stale, ignore_errors=True)
     return final
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether something lies at ``path``, or was moved aside by an interrupted overwrite."""
+    final = _local_path(path)
+    return os.path.lexists(final) or bool(_moved_aside(final))
 
 
 def restore(path: str | os.PathLike[str], target: Any = None, *, sharding: Any = None) -> Any:

@@ -54,7 +54,7 @@ def load_digits_dit(path: str | Path | None = None) -> tuple[Denoiser, Params]:
     from fadex.core import checkpoint
 
     path = shipped_checkpoint() if path is None else Path(path)
-    if not path.exists():
+    if not checkpoint.exists(path):
         raise FileNotFoundError(f"path: no checkpoint at {path}")
     denoiser, params = from_nnx(nnx.eval_shape(digits_dit))  # shapes only, nothing is drawn
     pure = checkpoint.restore(path, target=nnx.to_pure_dict(params))

@@ -166,7 +166,7 @@ def train_flow(
         from fadex.core import checkpoint
 
         checkpoint_dir = Path(checkpoint_dir)
-        if checkpoint_dir.exists():
+        if checkpoint.exists(checkpoint_dir):
             state = checkpoint.restore(checkpoint_dir, target=state)
     images, labels = jnp.asarray(images), jnp.asarray(labels)
     losses = []

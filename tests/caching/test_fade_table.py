@@ -268,6 +268,10 @@ def test_tables_that_do_not_fit_the_run_are_refused():
     with pytest.raises(ValueError, match="params: not the model the table was profiled on"):
         fade_plan(lut, params=2 * PARAMS)
     fade_plan(lut, params=PARAMS)
+    with pytest.raises(ValueError, match="sampler: the table was profiled with 'euler_step"):
+        fade_plan(lut, sampler=ab2())
+    with pytest.raises(ValueError, match="site: the table was profiled at 'output'"):
+        fade_plan(lut, site="crf")
     with pytest.raises(ValueError, match="timesteps: differ"):
         fade_plan(lut, timesteps=TIMES**2)
 

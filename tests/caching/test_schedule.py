@@ -15,6 +15,7 @@ def test_warmup_interval_and_cooldown():
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_short_runs_are_computed_whole_by_the_warmup(steps):
     assert uniform_schedule(steps, 4, warmup=7).anchors == tuple(range(steps))
+    assert uniform_schedule(steps, 4, warmup=10**12, cooldown=10**12).nfe == steps
 
 
 def test_interval_longer_than_the_run():
