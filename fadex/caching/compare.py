@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fadex.caching.fade import HISTORY
 from fadex.caching.fade_table import fade_plan, profile_fade
 from fadex.caching.foca import foca
 from fadex.caching.hicache import hicache
@@ -98,21 +97,7 @@ def method_plan(
     site: str = "output",
     guidance: float = 1.0,
 ) -> ForecastPlan:
-    """The plan of a caching method by name, profiled on the task's profiling batch if needed.
-
-    At the output all plans are padded to one number of snapshots (with zero weights), so that
-    one program serves every method of a schedule.
-    """
-    plan = _method_plan(
-        name, schedule, task, timesteps=timesteps, sampler=sampler, site=site, guidance=guidance
-    )
-    missing = HISTORY - plan.history
-    if site != "output" or missing <= 0:
-        return plan
-    return plan.replace(weights=np.pad(plan.weights, ((0, 0), (0, missing))))
-
-
-def _method_plan(name, schedule, task, *, timesteps, sampler, site, guidance):
+    """The plan of a caching method by name, profiled on the task's profiling batch if needed."""
     check_method(name)
     if name in GRID_METHODS:
         raise ValueError(f"methods: {name!r} is a coarse grid, not a forecaster")

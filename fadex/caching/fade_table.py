@@ -146,7 +146,8 @@ def profile_fade(
 ) -> FadeLUT:
     r"""Profile FADE's table for one model, schedule and sampler on a batch of noise.
 
-    One batch is enough (1 sample in open mode, 4 in closed mode come within 10 % of 64).
+    One small batch is enough: the dynamics hardly differ between samples
+    (``benchmarks/caching.py --only stability`` prints by how much).
 
     Args:
       denoiser, params, x, cond, timesteps, sampler, site, guidance, null_cond, cfg_channels:
@@ -164,7 +165,8 @@ def profile_fade(
 
     Returns:
       A :class:`FadeLUT` for :func:`fade_plan`. In open mode no cell is worse on the profiling
-      samples than TaylorSeer of order 1 or 2, or reuse: all three are candidates.
+      samples than TaylorSeer of order 1 or 2, or reuse (up to float32 rounding): all three are
+      candidates.
 
     Raises:
       ValueError: a bad argument, closed mode inside the model, or a guidance per sample.
@@ -299,7 +301,8 @@ def fade_plan(
     Args:
       lut: from :func:`profile_fade` or :func:`load_lut`.
       schedule: of the run to come; that of the table by default. A step table serves only its
-        own schedule; a time table any schedule whose offsets it knows (give ``timesteps``).
+        own schedule; a time table any number of steps at the same interval (give
+        ``timesteps``); ``strict=False`` lets it serve shorter intervals.
       timesteps: of the run to come, checked against (step) or looked up in (time) the table.
       guidance: of the run to come; a difference of more than 25 % from the table's is refused.
       params: of the model to come; a different model is refused.
@@ -323,6 +326,11 @@ def fade_plan(
             )
     if site is not None and site != lut.site:
         raise ValueError(f"site: the table was profiled at {lut.site!r}, the run uses {site!r}")
+    elif strict and _interval(schedule) != _interval(lut.schedule):
+        raise ValueError(
+            f"schedule: the table was profiled at an interval of {_interval(lut.schedule)}, the "
+            f"schedule has {_interval(schedule)}; profile again, or pass strict=False"
+        )
     if strict:
         _check_match(lut, timesteps, guidance, params, sampler)
     sites = lut.params.alpha.shape[-1]
@@ -334,6 +342,11 @@ def fade_plan(
             weights[s, g, : len(pos)] = fade_weights(pos, s, lut_params(lut, (*cell, g)))
     check_finite("plan.weights", weights)
     return ForecastPlan(schedule, weights if lut.site == "module" else weights[:, 0])
+
+
+def _interval(schedule: CacheSchedule) -> int:
+    """Longest gap between anchors, the end of the run included."""
+    return int(np.max(np.diff([*schedule.anchors, schedule.num_steps])))
 
 
 def _step_cells(lut, schedule, timesteps):
@@ -348,6 +361,11 @@ def _time_cells(lut, schedule, timesteps):
             f"(it was profiled on {lut.schedule.num_steps})"
         )
     times = np.asarray(lut.timesteps if timesteps is None else timesteps, np.float64)
+    if times.shape != (schedule.num_steps + 1,):
+        raise ValueError(
+            f"timesteps: expected num_steps + 1 = {schedule.num_steps + 1} values, got shape "
+            f"{times.shape}"
+        )
     bins, offsets, _ = lut.params.alpha.shape
     where = time_bin(times[:-1], lut.timesteps.min(), lut.timesteps.max(), bins)
     cells = []

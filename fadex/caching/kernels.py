@@ -55,7 +55,11 @@ def weighted_sum_tpu(
     from jax.experimental.pallas import tpu as pltpu
 
     shape = history.shape[1:]
-    lanes = 128 if math.prod(shape[weights.ndim - 1:]) % 128 == 0 else shape[-1]
+    trailing = shape[weights.ndim - 1 :]
+    lanes = 128 if math.prod(trailing) % 128 == 0 else (trailing or (1,))[-1]
+    if history.shape[0] * 16 * max(lanes, 128) * history.dtype.itemsize > _BLOCK_BYTES:
+        # A long ragged last axis leaves no block that fits; XLA's fused loop serves.
+        return weighted_sum_reference(weights, history, dtype)
     weights, flat = _canonical(weights, history)
     snapshots, groups, size = flat.shape
     flat = flat.reshape(snapshots, groups, size // lanes, lanes)

@@ -185,28 +185,30 @@ class _RingInit:
         return RingState(jnp.zeros((self.size, *feature.shape), dtype))
 
 
-def plan_forecaster(plan: ForecastPlan, *, cache_dtype: Any = None) -> Forecaster:
+def plan_forecaster(
+    plan: ForecastPlan, *, cache_dtype: Any = None, history: int | None = None
+) -> Forecaster:
     """The :class:`Forecaster` that follows a plan: a ring buffer and a weighted sum.
 
     Args:
       plan: its weights may be traced, and batched under ``vmap``.
       cache_dtype: dtype of the stored snapshots; that of the feature by default. Raw
         snapshots are stored, not differences: differences lose their digits when rounded.
+      history: ring slots to keep, at least those of the plan; further ones weigh nothing.
     """
     check_plan(plan)
-    _, column = ring_slots(plan.schedule, plan.history)
-    weights = plan.weights
-    if is_concrete(weights) and not isinstance(weights, jax.Array):
-        weights = np.asarray(weights, np.float64)
-        column = column if weights.ndim == 2 else column[:, None]
-        table = np.take_along_axis(weights, column, axis=-1).astype(np.float32)
-    else:
-        column = column if weights.ndim == 2 else column[:, None]
-        table = jnp.take_along_axis(weights, column, axis=-1).astype(jnp.float32)
+    size = max(plan.history, history or 0)
+    _, column = ring_slots(plan.schedule, size)
+    host = is_concrete(plan.weights) and not isinstance(plan.weights, jax.Array)
+    xp = np if host else jnp
+    weights = np.asarray(plan.weights, np.float64) if host else plan.weights
+    column = column if weights.ndim == 2 else column[:, None]
+    weights = xp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, size - plan.history)])
+    table = xp.take_along_axis(weights, column, axis=-1).astype(xp.float32)
     dtype = None if cache_dtype is None else jnp.dtype(cache_dtype)
     return Forecaster(
         schedule=plan.schedule,
-        init=_RingInit(plan.history, dtype),
+        init=_RingInit(size, dtype),
         observe=_ring_observe,
         predict=_ring_predict,
         table=table,

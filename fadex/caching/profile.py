@@ -214,12 +214,13 @@ def _replay_anchor(params, carry, ring, slot, t, t_next, cond, null_cond, guidan
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def _replay_gram(carry, ring, out_full, x_next_full, drift, t, t_next, *, sampler):
     """Gram matrix of the snapshots against the drift-aware target at this step."""
-    x, state = carry
+    x, state = jax.tree.map(lambda a: a.astype(jnp.float32), carry)
     step = lambda out: sampler.step(out, x, t, t_next, state, None)[0]
     # A step is affine in the model output, x' = A + b v, so one output lands exactly on the
     # full run's next state and undoes the drift that earlier skips left behind.
     base = step(jnp.zeros_like(x))
     landing = (x_next_full - base) / (step(jnp.ones_like(x)) - base)
+    out_full = out_full.astype(jnp.float32)
     return extended_gram(ring, out_full + drift * (landing - out_full), 1)[0]
 
 
@@ -294,6 +295,10 @@ def replay(
             carry, ring, outs[s], states[s + 1], jnp.float32(drift), t, t_next, sampler=sampler
         )
         gram = _by_age(np.asarray(gram, np.float64), column[s])
+        if not np.all(np.isfinite(gram)):
+            raise ValueError(
+                f"schedule: the replayed run diverged before step {s}; compute more steps"
+            )
         pos = schedule.history(s, history)
         gram[len(pos) : -1] = 0.0
         gram[:, len(pos) : -1] = 0.0

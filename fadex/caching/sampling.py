@@ -9,7 +9,8 @@ cool-down). There is no predicate anywhere: under ``vmap``, and ``vmap`` of ``vm
 skipped step stays skipped, where a ``lax.cond`` with a batched predicate would compute both
 branches.
 
-Timesteps, weights and guidance are operands. Plans of one schedule share one executable.
+Timesteps, weights and guidance are operands. Plans of one schedule share one executable; at
+the output also plans with different numbers of snapshots, up to four.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fadex.sampling.run import apply_step
 from fadex.sampling.samplers import Sampler, flow_euler
 
 _MAX_RUNS = 4
+_SHARED_HISTORY = 4
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,6 +106,13 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots
     model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
     full, cheap = _feature_functions(model, site, forecaster)
     feature = jax.eval_shape(lambda: full(x, timesteps[0])[1])
+    rows = table.shape[1:-1] if isinstance(table, jax.Array) else ()
+    if site == "module" and rows and rows[0] != feature.shape[0]:
+        raise ValueError(
+            f"plan.weights: expected shape ({forecaster.schedule.num_steps}, K) or "
+            f"({forecaster.schedule.num_steps}, {feature.shape[0]}, K), a row for each of the "
+            f"model's features, got {rows[0]} rows"
+        )
 
     def skipped_step(carry, xs, cache):
         x, state = carry
@@ -219,7 +228,9 @@ def cached_sample(
     """
     sampler = flow_euler() if sampler is None else sampler
     if isinstance(plan, ForecastPlan):
-        forecaster = plan_forecaster(plan, cache_dtype=cache_dtype)
+        # At the output snapshots are cheap: plans of up to four share one program.
+        shared = _SHARED_HISTORY if site == "output" else None
+        forecaster = plan_forecaster(plan, cache_dtype=cache_dtype, history=shared)
         if np.ndim(plan.weights) == 3 and site != "module":
             raise ValueError(
                 f"plan.weights: a row per site needs site='module', got site={site!r} with "

@@ -74,16 +74,40 @@ def _assemble(wrap: Callable[[str], Any], owner: Any) -> Denoiser:
     return Denoiser(apply=wrap("__call__"), **optional)
 
 
+def _changing_state(model: Any) -> list[str]:
+    """Paths of variables that a call of ``model`` would update."""
+    from flax import nnx
+
+    nodes = list(nnx.iter_graph(model))
+    modules = [node for _, node in nodes if isinstance(node, nnx.Module)]
+    # Random streams stand still when every dropout is off, statistics when they are only read.
+    random = any(getattr(m, "deterministic", None) is False for m in modules)
+    training = any(getattr(m, "use_running_average", None) is False for m in modules)
+    found = []
+    for path, node in nodes:
+        if not isinstance(node, nnx.Variable) or isinstance(node, nnx.Param):
+            continue
+        still = (isinstance(node, nnx.RngState) and not random) or (
+            isinstance(node, nnx.BatchStat) and not training
+        )
+        if not still:
+            found.append("/".join(map(str, path)))
+    return found
+
+
 def from_nnx(model: Any) -> tuple[Denoiser, Params]:
     """Split a ``flax.nnx`` model into a :class:`Denoiser` and its parameters.
 
     The model is called as ``model(x, t, cond)``; ``with_features``, ``from_features`` and
     ``from_history`` are used where the model defines them.
 
+    Constant arrays that the model carries (position tables and the like) travel with the
+    parameters.
+
     Raises:
-      ValueError: the model holds state that is not a parameter (batch statistics, a
-        random stream, a cache). A sampler calls the model as a pure function, so such
-        state would silently never change: call ``model.eval()`` and remove it first.
+      ValueError: a call would change the model's state (active dropout, batch norm in training
+        mode, a cache). A sampler calls the model as a pure function, so such state would
+        silently stand still: call ``model.eval()`` first.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,14 +124,13 @@ def from_nnx(model: Any) -> tuple[Denoiser, Params]:
     """
     from flax import nnx
 
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    leaves = jax.tree_util.tree_leaves_with_path(rest)
-    if leaves:
-        names = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
+    names = _changing_state(model)
+    if names:
         raise ValueError(
-            f"model: holds mutable collections ({names}); expected parameters only: "
-            "remove dropout streams and statistics before sampling"
+            f"model: holds mutable collections ({', '.join(names[:5])}) that a call would "
+            "change; call model.eval() before sampling"
         )
+    graphdef, params = nnx.split(model)
     return _assemble(lambda name: _NnxMethod(graphdef, name), model), params
 
 
@@ -127,4 +150,11 @@ def from_linen(module: Any, variables: Any) -> tuple[Denoiser, Params]:
     mutable = sorted(set(variables) & {"batch_stats", "cache", "intermediates"})
     if mutable:
         raise ValueError(f"model: holds mutable collections ({', '.join(mutable)})")
+    try:
+        hash(module)
+    except TypeError as error:
+        raise ValueError(
+            f"module: its fields must be hashable for a jitted sampler ({error}); use tuples in "
+            "place of lists and arrays"
+        ) from error
     return _assemble(lambda name: _LinenMethod(module, name), module), dict(variables)

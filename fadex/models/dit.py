@@ -62,8 +62,9 @@ class DiTConfig:
       time_scale: factor on ``t`` before its embedding. 1000 for flow matching on ``[0, 1]``,
         1 for models that get timestep indices in ``[0, 1000)``.
       time_max_period: longest period of the time frequencies.
-      scan_layers: stack the blocks on a leading axis and run them under ``lax.scan``:
-        compile time no longer grows with depth.
+      scan_layers: stack the blocks on a leading axis and run them under ``lax.scan``: compile
+        time of the full pass no longer grows with depth (the cheap pass of the site
+        ``"module"`` stays unrolled: its kernels read each layer's cache in place).
       dtype, param_dtype: of products and of parameters.
     """
 
@@ -232,7 +233,7 @@ class DiT(nnx.Module):
         h, c = self._embed(x, t, cond)
         self._check_feature(history[0], "module", h)
         for i, gate in enumerate(self._gates(c)):
-            h = gated_forecast(h, gate, weights[i], history[:, i])
+            h = gated_forecast(h, gate, weights, history, site=i)
         return self._head(h, c, x.shape)
 
     def module_names(self) -> list[str]:

@@ -9,6 +9,7 @@ see the other's.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -71,10 +72,12 @@ class Guided(NamedTuple):
 
     def _combine(self, out: jax.Array, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        if out.shape[1:-1] != x.shape[1:-1] or out.shape[-1] not in (channels, 2 * channels):
+        batch = x.shape[0] * (1 if self.null_cond is None else 2)
+        fits = out.ndim == x.ndim and out.shape[:-1] == (batch, *x.shape[1:-1])
+        if not fits or out.shape[-1] not in (channels, 2 * channels):
             raise ValueError(
-                f"denoiser: expected an output shaped like x {x.shape} (or with twice its "
-                f"channels), got {out.shape}"
+                f"denoiser: expected an output shaped like x {(batch, *x.shape[1:])} (or with "
+                f"twice its channels), got {out.shape}"
             )
         out = out[..., :channels]  # a learned variance is no part of the ODE
         if self.null_cond is None:
@@ -122,8 +125,10 @@ def check_run(
                 f"timesteps: need num_steps + 1 = {shape[0]} strictly monotone values, got "
                 f"{np.asarray(timesteps).tolist()}"
             )
-    if jnp.ndim(x) < 1 or 0 in jnp.shape(x):
-        raise ValueError(f"x: expected at least one sample, got shape {jnp.shape(x)}")
+    if jnp.ndim(x) < 2 or 0 in jnp.shape(x):
+        raise ValueError(
+            f"x: expected at least one sample in an array [B, ...], got shape {jnp.shape(x)}"
+        )
     batch = jnp.shape(x)[0]
     check_leading_axis("cond", cond, batch)
     check_finite("guidance", guidance)
@@ -132,7 +137,7 @@ def check_run(
             f"guidance: expected a number or one per sample ({batch},), got shape "
             f"{jnp.shape(guidance)}"
         )
-    plain = isinstance(guidance, (int, float)) and guidance == 1.0
+    plain = isinstance(guidance, numbers.Real) and guidance == 1.0
     if plain:
         null_cond = None
     elif null_cond is None:

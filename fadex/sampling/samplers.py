@@ -100,7 +100,8 @@ def _ab2_step(out, x, t, t_next, state, denoise=None):
     ratio = jnp.where(first, 0.0, dt / jnp.where(first, 1.0, t - state.t_previous))
     # The first step is Euler; its ratio 0 cancels the zeros that stand for the past.
     x_next = x + dt * ((1.0 + 0.5 * ratio) * out - 0.5 * ratio * state.previous)
-    return x_next, MultistepState(out, jnp.asarray(t, jnp.float32))
+    previous = out.astype(state.previous.dtype)
+    return x_next, MultistepState(previous, jnp.asarray(t, jnp.float32))
 
 
 def ab2() -> Sampler:
@@ -216,7 +217,8 @@ def _dpmpp_step(out, x, t, t_next, state, denoise=None, *, coefficients, predict
     combined = data + ratio * (data - state.previous)
     scale = sigma_next / sigma
     x_next = scale * x + (alpha_next - alpha * scale) * combined
-    return x_next, MultistepState(data, jnp.asarray(t, jnp.float32))
+    previous = data.astype(state.previous.dtype)
+    return x_next, MultistepState(previous, jnp.asarray(t, jnp.float32))
 
 
 @functools.lru_cache(maxsize=32)

@@ -40,8 +40,9 @@ def test_a_changed_token_count_gets_a_cache_of_its_own():
     """huggingface/diffusers#14829: a cache built for one length met another one."""
     for tokens in (6, 9, 6):
         x = noise(2, tokens, 4)
-        assert run(x).shape == x.shape
-        np.testing.assert_array_equal(run(x), run(x))
+        # Tokens are independent here, so a run at this length is the start of a longer run.
+        longer = run(jnp.concatenate([x, x], axis=1))
+        np.testing.assert_allclose(run(x), longer[:, :tokens], rtol=1e-5, atol=1e-6)
     # Within one run the length can't change: a model that does so is refused when traced.
     growing = Denoiser(lambda p, x, t, c: jnp.concatenate([x, x], axis=1))
     with pytest.raises(ValueError, match="denoiser: expected an output shaped like x"):
@@ -90,8 +91,8 @@ def test_cache_memory_is_the_history_and_nothing_else():
     call = jax.jit(lambda x: run(x, plan=plan))
     plain = jax.jit(lambda x: sample(DENOISER, jnp.float32(1.0), x, None, timesteps=TIMES))
     memory = lambda f: f.lower(x).compile().memory_analysis().temp_size_in_bytes
-    # Three snapshots, and a few buffers of the state for the loop's double buffering.
-    assert memory(call) - memory(plain) <= (2 * plan.history + 3) * size * 4
+    # Four snapshots (what plans up to that length share), and the loop's working buffers.
+    assert memory(call) - memory(plain) <= (4 + 4) * size * 4
 
 
 def test_rounding_noise_of_a_low_precision_cache_is_bounded_by_the_weights():

@@ -211,8 +211,14 @@ def test_time_tables_serve_other_step_counts():
     assert ours < run(make_plan(other, taylorseer(1)))
     with pytest.raises(ValueError, match="timesteps: a time table needs them"):
         fade_plan(lut, other)
+    with pytest.raises(ValueError, match="timesteps: expected num_steps"):
+        fade_plan(lut, other, timesteps=times[:-1])
+    for interval in (7, 3):
+        with pytest.raises(ValueError, match="schedule: the table was profiled at an interval of"):
+            fade_plan(lut, uniform_schedule(30, interval), timesteps=times)
     with pytest.raises(ValueError, match="schedule: skips 5 steps in a row"):
-        fade_plan(lut, uniform_schedule(30, 7), timesteps=times)
+        fade_plan(lut, uniform_schedule(30, 7), timesteps=times, strict=False)
+    fade_plan(lut, uniform_schedule(30, 3), timesteps=times, strict=False)
 
 
 @pytest.mark.smoke
@@ -299,6 +305,10 @@ def test_errors_name_the_argument():
         with pytest.raises(ValueError, match="params: the full run gave values that are not fin"):
             profile_fade(broken, PARAMS, noise(), None, timesteps=TIMES, schedule=SCHEDULE,
                          mode=mode)
+    growing = Denoiser(lambda p, x, t, c: jnp.where(jnp.abs(x) > 8.0, jnp.nan, -9.0 * x))
+    quiet = 1e-3 * noise()
+    with pytest.raises(ValueError, match="params: the full run|schedule: the replayed run"):
+        profile_fade(growing, PARAMS, 1e3 * quiet, None, timesteps=TIMES, schedule=SCHEDULE)
     with pytest.raises(ValueError, match="grid.forms: expected one of"):
         profile(grid=FadeGrid(forms=("riesz",)))
 

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 
@@ -47,6 +48,36 @@ def test_equal_architectures_give_equal_denoisers_so_nothing_recompiles():
     second, _ = from_nnx(Nnx(nnx.Rngs(1)))
     assert first == second and hash(first) == hash(second)
     assert from_linen(Linen(), {"params": {}})[0] == from_linen(Linen(), {"params": {}})[0]
+
+
+class WithConstants(Nnx):
+    def __init__(self, rngs):
+        super().__init__(rngs, dropout=True)
+        self.table = jnp.arange(3.0)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x, t, cond):
+        return self.dropout(self.norm(super().__call__(x, t, cond) + self.table))
+
+
+def test_constants_and_models_in_evaluation_mode_are_welcome():
+    model = WithConstants(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"model: holds mutable collections .*model.eval"):
+        from_nnx(model)
+    model.eval()
+    denoiser, params = from_nnx(model)
+    np.testing.assert_allclose(jax.jit(denoiser.apply)(params, *ARGS), model(*ARGS), rtol=1e-6)
+
+
+def test_linen_modules_must_be_hashable():
+    class Listy(linen.Module):
+        widths: list
+
+        def __call__(self, x, t, cond):
+            return x
+
+    with pytest.raises(ValueError, match="module: its fields must be hashable"):
+        from_linen(Listy([1, 2]), {"params": {}})
 
 
 def test_state_that_is_not_a_parameter_is_refused():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen, nnx
 
@@ -65,7 +64,6 @@ def test_any_flax_model_runs_with_fade_at_a_fraction_of_the_evaluations(kind):
     error = lambda y: float(jnp.linalg.norm(y - full) / jnp.linalg.norm(full))
     fade, taylor = error(run(fade_plan(table))), error(run(make_plan(schedule, taylorseer(1))))
     assert fade < taylor < 0.05
-    assert np.all(np.isfinite(fade))
 
 
 @pytest.mark.smoke

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,25 @@ def test_all_forms_agree_with_float64(shape, dtype):
         assert np.abs(np.asarray(out, np.float64) - expected).max() <= tolerance
 
 
+@pytest.mark.smoke
+def test_a_site_is_read_in_place_out_of_the_stacked_cache():
+    x, gate, _, _ = arrays(2, 1100, 96, 3)
+    weights = jax.random.normal(jax.random.key(5), (4, 3))
+    history = jax.random.normal(jax.random.key(6), (3, 4, *x.shape))
+    for site in (0, 3):
+        expected = gated_forecast(x, gate, weights[site], history[:, site])
+        for form in (gated_forecast, functools.partial(gated_forecast_tpu, interpret=True),
+                     functools.partial(gated_forecast_triton, interpret=True)):
+            out = form(x, gate, weights, history, site=site)
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    call = functools.partial(gated_forecast, site=3)
+    for platform in ("tpu", "cuda"):
+        text = export_for(platform, call, x, gate, weights, history).mlir_module()
+        assert "stablehlo.slice" not in text and "dynamic_slice" not in text
+    with pytest.raises(ValueError, match=r"site: must lie in \[0, 4\), got 4"):
+        gated_forecast(x, gate, weights, history, site=4)
+
+
 def test_gradients_match_the_plain_formula():
     args = arrays(*SHAPES[1])
     plain = lambda x, g, w, h: x + g[:, None] * jnp.einsum("k,kbnd->bnd", w, h)
@@ -53,6 +74,7 @@ def test_lowers_to_a_kernel_on_each_platform(platform, call):
     for shape in SHAPES:
         args = arrays(*shape)
         assert call in export_for(platform, gated_forecast, *args).mlir_module()
+        assert call not in export_for("cpu", gated_forecast, *args).mlir_module()
     stacked = [jnp.stack([a, a]) for a in arrays(*SHAPES[0])]
     assert call in export_for(platform, jax.vmap(gated_forecast), *stacked).mlir_module()
 
