@@ -79,13 +79,14 @@ def render() -> str:
              if rows[g, n, "fade"]["rel_error"] > rows[g, n, "ab2"]["rel_error"]]
     if ahead:
         lines += ["", "A coarse grid with AB2 is ahead of FADE at " + ", ".join(ahead) + "."]
-    wall = results["wall"][0]
-    lines += [
-        "",
-        f"Measured speed-up of the cached sampler on DiT-S/2 (CPU, N = {wall['interval']}): "
-        f"{wall['measured']:.2f}x, that is {wall['efficiency']:.2f} of the ideal "
-        f"S/NFE = {wall['ideal']:.2f}x (median of {len(wall['pairs'])} interleaved pairs).",
-    ]
+    for wall in results["wall"]:
+        lines += [
+            "",
+            f"Measured speed-up of the cached sampler on {wall['model']} (CPU, "
+            f"N = {wall['interval']}): {wall['measured']:.2f}x, that is "
+            f"{wall['efficiency']:.2f} of the ideal S/NFE = {wall['ideal']:.2f}x (median of "
+            f"{len(wall['pairs'])} interleaved pairs).",
+        ]
     gaps = [o["difference"] for m in peer["models"].values() for o in m["orders"]]
     lines += [
         "",
