@@ -14,7 +14,21 @@ leaves start with ``B``:
   ``from_features`` for the site ``"module"``; it gets the ``K`` cached features and their
   weights and may combine them where they are used.
 
-Only ``apply`` is required; the others open the sites ``"crf"`` and ``"module"``.
+Adaptive policies, which decide at run time whether a step is computed, ask for a pass that can
+be stopped and resumed. ``hidden`` and ``residual`` are pytrees of ``[B, ...]`` arrays, and
+``blocks`` is a static number of leading blocks:
+
+* ``begin(params, x, t, cond, blocks) -> hidden``: embeddings and the first ``blocks`` blocks;
+* ``finish(params, x, t, cond, hidden, blocks) -> (out, residual)``: the remaining blocks and
+  the head; ``residual`` is what those blocks added to ``hidden``;
+* ``resume(params, x, t, cond, hidden, residual) -> out``: the head of ``hidden + residual``,
+  with a residual kept from an earlier step;
+* ``modulated(params, x, t, cond) -> signal``: the modulated input of the first block, the
+  signal of TeaCache;
+* ``refresh(params, x, t, cond, feature, tokens) -> (out, feature)``: the pass of ToCa: from the
+  cached ``"module"`` feature, with the MLPs computed anew for some tokens.
+
+Only ``apply`` is required; the others open what they are named for.
 """
 
 from __future__ import annotations
@@ -36,6 +50,11 @@ class Denoiser(NamedTuple):
     with_features: Callable[..., Any] | None = None
     from_features: Callable[..., jax.Array] | None = None
     from_history: Callable[..., jax.Array] | None = None
+    begin: Callable[..., Any] | None = None
+    finish: Callable[..., tuple[jax.Array, Any]] | None = None
+    resume: Callable[..., jax.Array] | None = None
+    modulated: Callable[..., jax.Array] | None = None
+    refresh: Callable[..., tuple[jax.Array, jax.Array]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +88,7 @@ class _LinenMethod:
 def _assemble(wrap: Callable[[str], Any], owner: Any) -> Denoiser:
     optional = {
         name: wrap(name) if callable(getattr(owner, name, None)) else None
-        for name in ("with_features", "from_features", "from_history")
+        for name in Denoiser._fields if name != "apply"
     }
     return Denoiser(apply=wrap("__call__"), **optional)
 
@@ -98,8 +117,8 @@ def _changing_state(model: Any) -> list[str]:
 def from_nnx(model: Any) -> tuple[Denoiser, Params]:
     """Split a ``flax.nnx`` model into a :class:`Denoiser` and its parameters.
 
-    The model is called as ``model(x, t, cond)``; ``with_features``, ``from_features`` and
-    ``from_history`` are used where the model defines them.
+    The model is called as ``model(x, t, cond)``; the optional methods of :class:`Denoiser` are
+    used where the model defines them under the same names.
 
     Constant arrays that the model carries (position tables and the like) travel with the
     parameters.
