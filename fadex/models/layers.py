@@ -155,3 +155,31 @@ class TimestepEmbedding(nnx.Module):
     def __call__(self, t: jax.Array) -> jax.Array:
         features = frequency_embedding(t, self.frequencies, self.max_period)
         return self.fc2(jax.nn.silu(self.fc1(features)))
+
+
+class RMSNorm(nnx.Module):
+    r"""Root mean square norm with a learned scale: ``x / sqrt(mean(x^2) + eps) * scale``."""
+
+    def __init__(self, features: int, *, eps: float = 1e-6, dtype: Dtype, param_dtype: Dtype):
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+        self.eps = eps
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.eps)
+        return x32.astype(self.dtype) * self.scale[...].astype(self.dtype)
+
+
+class VectorEmbedding(nnx.Module):
+    """Two linear maps with a SiLU between them, for one vector a sample: ``[B, F] -> [B, D]``."""
+
+    def __init__(self, features: int, width: int, *, dtype: Dtype, param_dtype: Dtype,
+                 rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02)
+        kwargs = dict(kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.fc1 = Linear(features, width, **kwargs)
+        self.fc2 = Linear(width, width, **kwargs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc2(jax.nn.silu(self.fc1(x)))
