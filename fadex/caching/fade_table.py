@@ -139,6 +139,7 @@ def profile_fade(
     guidance: float = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     grid: FadeGrid | None = None,
     amplitude: bool = False,
     drift: float = 1.0,
@@ -150,8 +151,9 @@ def profile_fade(
     (``benchmarks/caching.py --only stability`` prints by how much).
 
     Args:
-      denoiser, params, x, cond, timesteps, sampler, site, guidance, null_cond, cfg_channels:
-        as in :func:`~fadex.caching.cached_sample`; ``x`` is profiling noise.
+      denoiser, params, x, cond, timesteps, sampler, site, guidance, null_cond, cfg_channels,
+        guidance_interval: as in :func:`~fadex.caching.cached_sample`; ``x`` is profiling noise,
+        ``timesteps`` one grid for all samples.
       schedule: which steps are computed.
       mode: ``"open"`` fits each cell to the features of the full run. ``"closed"`` replays the
         cached run and fits each cell to a target that also undoes the drift of earlier skips
@@ -187,8 +189,13 @@ def profile_fade(
         bins = check_int("bins", bins, minimum=1)
     shared = dict(
         timesteps=timesteps, schedule=schedule, sampler=sampler, guidance=guidance,
-        null_cond=null_cond, cfg_channels=cfg_channels, history=HISTORY,
+        null_cond=null_cond, cfg_channels=cfg_channels, guidance_interval=guidance_interval,
+        history=HISTORY,
     )
+    if np.ndim(timesteps) == 2:
+        raise ValueError(
+            f"timesteps: profile one grid at a time, got shape {np.shape(timesteps)}"
+        )
     steps = schedule.num_steps
     if mode == "open":
         gram = profile_gram(denoiser, params, x, cond, site=site, **shared).gram
@@ -324,6 +331,11 @@ def fade_plan(
                 f"lut: profiled for anchors {lut.schedule.anchors}, the schedule has "
                 f"{schedule.anchors}"
             )
+        if schedule.breaks != lut.schedule.breaks:
+            raise ValueError(
+                f"lut: profiled for breaks {lut.schedule.breaks}, the schedule has "
+                f"{schedule.breaks}"
+            )
     if site is not None and site != lut.site:
         raise ValueError(f"site: the table was profiled at {lut.site!r}, the run uses {site!r}")
     elif strict and _interval(schedule) != _interval(lut.schedule):
@@ -420,6 +432,7 @@ def lut_to_tree(lut: FadeLUT) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "version": FORMAT_VERSION,
         "num_steps": lut.schedule.num_steps,
         "anchors": list(lut.schedule.anchors),
+        "breaks": list(lut.schedule.breaks),
         "grid": lut.grid._asdict(),
     }
     for name in ("site", "mode", "axis", "guidance", "model_hash", "sampler", "samples"):
@@ -435,7 +448,8 @@ def lut_from_tree(arrays: dict[str, Any], metadata: dict[str, Any]) -> FadeLUT:
         raise ValueError(
             f"lut: format version {metadata.get('version')!r}, this library reads {FORMAT_VERSION}"
         )
-    schedule = CacheSchedule(metadata["num_steps"], tuple(metadata["anchors"])).validate()
+    anchors, breaks = tuple(metadata["anchors"]), tuple(metadata.get("breaks", ()))
+    schedule = CacheSchedule(metadata["num_steps"], anchors, breaks).validate()
     params = FadeParams(*(np.asarray(arrays[f"params/{name}"]) for name in FadeParams._fields))
     errors = np.asarray(arrays["errors"])
     want = (schedule.num_steps,) if metadata["axis"] == "step" else errors.shape[:-1]

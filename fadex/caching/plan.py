@@ -9,7 +9,7 @@ at run time as the simplest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -64,7 +64,7 @@ class StepInfo(NamedTuple):
     """What a forecaster is told about a step; arrays that arrive as scan operands."""
 
     step: jax.Array  # int32 []
-    t: jax.Array  # float32 []
+    t: jax.Array  # float32 []; [B, 1, ...] when every sample has a grid of its own
     slot: jax.Array  # int32 []: ring slot of the newest anchor at or before this step
     row: Any  # this step's row of the forecaster's table
 
@@ -96,6 +96,7 @@ def make_plan(
     forecaster: WeightRule | Callable[[tuple[int, ...], int], np.ndarray],
     *,
     history: int | None = None,
+    breaks: Iterable[int] = (),
 ) -> ForecastPlan:
     """Tabulate a weight rule over a schedule, in float64 on the host.
 
@@ -104,10 +105,12 @@ def make_plan(
       forecaster: a :class:`WeightRule`, or any function ``(pos, s) -> w[len(pos)]``.
       history: snapshots ``K`` to keep; by default what the rule asks for (3 for a bare
         function).
+      breaks: anchors over which no forecast looks back, beside those of the schedule. See
+        :func:`~fadex.sampling.guidance_breaks`; ``schedule.with_breaks`` adds the anchors too.
 
     Raises:
-      ValueError: ``history < 1`` or below what the rule needs, a row of the wrong length, or
-        weights that are not finite.
+      ValueError: ``history < 1`` or below what the rule needs, a row of the wrong length,
+        weights that are not finite, or a break that is not an anchor.
 
     Example:
       >>> from fadex.caching import make_plan, taylorseer, uniform_schedule
@@ -115,7 +118,8 @@ def make_plan(
       >>> plan.weights[8].tolist()  # anchors 6 and 2: two steps past a gap of four
       [1.5, -0.5]
     """
-    schedule.validate()
+    breaks = {check_int("breaks", b) for b in breaks}
+    schedule = schedule._replace(breaks=tuple(sorted(breaks.union(schedule.breaks)))).validate()
     needed = forecaster.history if isinstance(forecaster, WeightRule) else None
     if history is None:
         history = 3 if needed is None else needed
@@ -226,3 +230,31 @@ def check_plan(plan: ForecastPlan) -> None:
             f"({plan.schedule.num_steps}, G, K), got {shape}"
         )
     check_finite("plan.weights", plan.weights)
+
+
+def check_breaks(plan: ForecastPlan, breaks: tuple[int, ...]) -> None:
+    """Raise ValueError for a plan that forecasts over a jump of the feature at ``breaks``."""
+    schedule = plan.schedule
+    advice = (
+        "build the schedule with schedule.with_breaks(fadex.sampling.guidance_breaks(timesteps, "
+        "guidance_interval))"
+    )
+    missing = [b for b in breaks if not schedule.is_anchor(b)]
+    if missing:
+        raise ValueError(
+            f"plan: the guided output jumps at the steps {breaks}, where guidance_interval begins "
+            f"or ends, and the schedule does not compute {missing}; {advice}"
+        )
+    if not is_concrete(plan.weights):
+        return
+    weights = np.asarray(plan.weights)
+    whole = schedule._replace(breaks=())
+    for s in schedule.skipped if breaks else ():
+        start = max((b for b in breaks if b <= s), default=0)
+        for j, a in enumerate(whole.history(s, plan.history)):
+            if a < start and np.any(weights[s, ..., j]):
+                raise ValueError(
+                    f"plan: the guided output jumps at step {start}, where guidance_interval "
+                    f"begins or ends, and the forecast of step {s} weighs step {a} before it; "
+                    f"{advice}"
+                )

@@ -28,8 +28,8 @@ from fadex.caching.plan import ring_slots
 from fadex.caching.schedule import CacheSchedule
 from fadex.core.checks import check_choice, check_int
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_run
-from fadex.sampling.run import apply_step
+from fadex.sampling.guidance import Guided, check_interval, check_run
+from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
 SITES = ("output", "crf", "module")
@@ -83,10 +83,10 @@ def extended_gram(snapshots: jax.Array, target: jax.Array, sites: int) -> jax.Ar
 @functools.partial(
     jax.jit, static_argnames=("denoiser", "sampler", "site", "cfg_channels", "history")
 )
-def _collect(params, x, cond, null_cond, timesteps, guidance, key, is_anchor, slot, *,
+def _collect(params, x, cond, null_cond, timesteps, guidance, interval, key, is_anchor, slot, *,
              denoiser, sampler, site, cfg_channels, history):
     """One full run; Gram matrices of every step, in ring order ``[S, G, K+1, K+1]``."""
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
 
     def evaluate(x, t):
         if site == "output":
@@ -108,7 +108,7 @@ def _collect(params, x, cond, null_cond, timesteps, guidance, key, is_anchor, sl
         return (x, state, ring), gram
 
     ring = jnp.zeros((history, *feature.shape), feature.dtype)
-    carry = (x, sampler.init(x, key), ring)
+    carry = (x, initial_state(sampler, x, key, timesteps[0]), ring)
     _, grams = jax.lax.scan(body, carry, (timesteps[:-1], timesteps[1:], is_anchor, slot))
     return grams
 
@@ -132,6 +132,7 @@ def profile_gram(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     key: jax.Array | None = None,
     history: int = 4,
 ) -> GramProfile:
@@ -146,10 +147,11 @@ def profile_gram(
     timesteps, null_cond = check_run(
         x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, key
     )
+    interval = check_interval(guidance_interval, null_cond)
     slot, column = ring_slots(schedule, history)
     mask = _anchor_mask(schedule)
     grams = _collect(
-        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, key, mask, slot,
+        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, interval, key, mask, slot,
         denoiser=denoiser, sampler=sampler, site=site, cfg_channels=cfg_channels, history=history,
     )
     gram = np.asarray(grams, np.float64)
@@ -184,10 +186,10 @@ _REPLAY_STATIC = ("denoiser", "sampler", "cfg_channels")
 
 
 @functools.partial(jax.jit, static_argnames=_REPLAY_STATIC)
-def _full_run(params, x, cond, null_cond, timesteps, guidance, *, denoiser, sampler,
+def full_run(params, x, cond, null_cond, timesteps, guidance, interval, *, denoiser, sampler,
               cfg_channels):
     """States ``[S + 1, ...]`` and outputs ``[S, ...]`` of the run that computes every step."""
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
 
     def body(carry, times):
         x, state = carry
@@ -197,14 +199,15 @@ def _full_run(params, x, cond, null_cond, timesteps, guidance, *, denoiser, samp
         return (x, state), (x, out)
 
     times = (timesteps[:-1], timesteps[1:])
-    _, (states, outs) = jax.lax.scan(body, (x, sampler.init(x, None)), times)
+    start = (x, initial_state(sampler, x, None, timesteps[0]))
+    _, (states, outs) = jax.lax.scan(body, start, times)
     return jnp.concatenate([x[None], states]), outs
 
 
 @functools.partial(jax.jit, static_argnames=_REPLAY_STATIC)
-def _replay_anchor(params, carry, ring, slot, t, t_next, cond, null_cond, guidance, *,
+def _replay_anchor(params, carry, ring, slot, t, t_next, cond, null_cond, guidance, interval, *,
                    denoiser, sampler, cfg_channels):
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     x, state = carry
     out = model(x, t)
     ring = jax.lax.dynamic_update_index_in_dim(ring, out, slot, 0)
@@ -243,6 +246,7 @@ def replay(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     drift: float = 1.0,
     history: int = 4,
 ) -> Replay:
@@ -274,21 +278,25 @@ def replay(
     timesteps, null_cond = check_run(
         x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, None
     )
+    interval = check_interval(guidance_interval, null_cond)
     x = jnp.asarray(x)
     static = dict(denoiser=denoiser, sampler=sampler, cfg_channels=cfg_channels)
-    states, outs = _full_run(params, x, cond, null_cond, timesteps, guidance, **static)
+    states, outs = full_run(
+        params, x, cond, null_cond, timesteps, guidance, interval, **static
+    )
     if not bool(jnp.all(jnp.isfinite(states))):
         raise ValueError("params: the full run gave values that are not finite while profiling")
     slot, column = ring_slots(schedule, history)
     weights = np.zeros((schedule.num_steps, history))
     grams = np.zeros((schedule.num_steps, 1, history + 1, history + 1))
-    carry = (x, sampler.init(x, None))
+    carry = (x, initial_state(sampler, x, None, timesteps[0]))
     ring = jnp.zeros((history, *x.shape), outs.dtype)
     for s in range(schedule.num_steps):
         t, t_next = timesteps[s], timesteps[s + 1]
         if schedule.is_anchor(s):
             carry, ring = _replay_anchor(
-                params, carry, ring, slot[s], t, t_next, cond, null_cond, guidance, **static
+                params, carry, ring, slot[s], t, t_next, cond, null_cond, guidance, interval,
+                **static
             )
             continue
         gram = _replay_gram(

@@ -28,6 +28,7 @@ from fadex.caching.plan import (
     Forecaster,
     ForecastPlan,
     StepInfo,
+    check_breaks,
     plan_forecaster,
     ring_slots,
 )
@@ -35,8 +36,8 @@ from fadex.caching.profile import check_site
 from fadex.caching.schedule import CacheSchedule
 from fadex.core.checks import is_concrete
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_run
-from fadex.sampling.run import apply_step
+from fadex.sampling.guidance import Guided, check_interval, check_run, guidance_breaks
+from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
 _MAX_RUNS = 4
@@ -100,10 +101,10 @@ def _feature_functions(model: Guided, site: str, forecaster: Forecaster):
     return full, cheap
 
 
-def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots, key, *,
-                   denoiser, sampler, forecaster, site, cfg_channels, return_trajectory):
+def _cached_sample(params, x, cond, null_cond, timesteps, guidance, interval, table, slots, key,
+                   *, denoiser, sampler, forecaster, site, cfg_channels, return_trajectory):
     """The program. ``forecaster.table`` is empty; its rows come as the operand ``table``."""
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     full, cheap = _feature_functions(model, site, forecaster)
     feature = jax.eval_shape(lambda: full(x, timesteps[0])[1])
     rows = table.shape[1:-1] if isinstance(table, jax.Array) else ()
@@ -139,7 +140,7 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, table, slots
             return (x, state, cache), jnp.concatenate([states, later])
         return (x, state, cache), None
 
-    carry = (x, sampler.init(x, key), forecaster.init(feature))
+    carry = (x, initial_state(sampler, x, key, timesteps[0]), forecaster.init(feature))
     trajectory = [x[None]]
     # At the output a forecast is one weighted sum: padding costs next to nothing, and a single
     # run holds (and compiles) the model once.
@@ -178,6 +179,7 @@ def cached_sample(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     cache_dtype: Any = None,
     key: jax.Array | None = None,
     return_trajectory: bool = False,
@@ -192,8 +194,11 @@ def cached_sample(
     Args:
       denoiser, params: the model, from :func:`~fadex.models.from_nnx` or ``from_linen``.
       x: initial latents ``[B, ...]``.
-      cond: pytree of conditions with leading axis ``B``, or None.
-      timesteps: ``[S + 1]``, strictly monotone; ``S`` is the schedule's ``num_steps``.
+      cond: pytree of conditions with leading axis ``B``, or None. A guidance-distilled model
+        takes its scale from here, e.g. ``{"y": labels, "guidance": scales}``, both ``[B]``, with
+        ``guidance`` left at 1: one branch, and other scales do not recompile.
+      timesteps: ``[S + 1]``, strictly monotone; ``S`` is the schedule's ``num_steps``. Or
+        ``[B, S + 1]``, a grid for each sample: the schedule is shared, by step.
       plan: from :func:`~fadex.caching.make_plan` or ``fade_plan``, or any
         :class:`~fadex.caching.Forecaster`. Its schedule is static; weights are operands and
         may be traced or batched.
@@ -204,6 +209,11 @@ def cached_sample(
         attention and MLP output; the last two need a model with ``with_features`` and
         ``from_features``, and keep separate entries for the two guidance branches.
       guidance, null_cond, cfg_channels, key: as in :func:`fadex.sampling.sample`.
+      guidance_interval: ``(low, high)``, as in :func:`fadex.sampling.sample`. At ``"output"``
+        the null branch is not computed outside of it; the guided output jumps at its ends, so
+        the plan needs breaks there (:func:`~fadex.sampling.guidance_breaks`). Inside the model
+        both branches stay in the cache: no jump, no breaks, and nothing saved. A
+        :class:`~fadex.caching.Forecaster`, and times that are traced, are not checked.
       cache_dtype: dtype of the snapshots, e.g. bfloat16; sums run in float32.
       return_trajectory: also return all states ``[S + 1, B, ...]``.
       donate_x: give up the buffer of ``x`` to the program.
@@ -212,7 +222,8 @@ def cached_sample(
       ``x`` at the last time, or ``(x, trajectory)``.
 
     Raises:
-      ValueError: a bad argument, by name, when tracing.
+      ValueError: a bad argument, by name, when tracing; ``plan`` when it forecasts over an end
+        of the guidance interval.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -245,16 +256,24 @@ def cached_sample(
             f"plan: expected a ForecastPlan or a Forecaster, got {type(plan).__name__}"
         )
     check_site(denoiser, site)
-    timesteps, null_cond = check_run(
+    times, null_cond = check_run(
         x, cond, timesteps, forecaster.schedule.num_steps, guidance, null_cond, cfg_channels,
         sampler, key,
     )
+    interval = check_interval(guidance_interval, null_cond)
+    known = is_concrete(timesteps) and is_concrete(guidance_interval)
+    if interval is not None and site == "output" and isinstance(plan, ForecastPlan) and known:
+        check_breaks(plan, guidance_breaks(timesteps, guidance_interval))
     history = _history_of(forecaster)
     slots, _ = ring_slots(forecaster.schedule, history)
+    # Breaks are in the weights already: schedules that differ in nothing else share a program.
+    program = forecaster._replace(
+        table=(), schedule=forecaster.schedule._replace(breaks=())
+    )
     run = _run_donating if donate_x and is_concrete(x) else _run
     return run(
-        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, forecaster.table, slots,
-        key, denoiser=denoiser, sampler=sampler, forecaster=forecaster._replace(table=()),
+        params, jnp.asarray(x), cond, null_cond, times, guidance, interval,
+        forecaster.table, slots, key, denoiser=denoiser, sampler=sampler, forecaster=program,
         site=site, cfg_channels=cfg_channels, return_trajectory=return_trajectory,
     )
 

@@ -14,10 +14,17 @@ class CacheSchedule(NamedTuple):
 
     Hashable, so jitted samplers take it as a static argument. Build it with
     :func:`uniform_schedule` or :func:`custom_schedule`, which check it.
+
+    Attributes:
+      num_steps: sampling steps ``S``.
+      anchors: the computed steps, rising from 0.
+      breaks: anchors at which the forecast feature jumps (guidance sets in or ends, see
+        :func:`~fadex.sampling.guidance_breaks`): no forecast looks back over one.
     """
 
     num_steps: int
     anchors: tuple[int, ...]
+    breaks: tuple[int, ...] = ()
 
     @property
     def nfe(self) -> int:
@@ -35,9 +42,38 @@ class CacheSchedule(NamedTuple):
         return step in self.anchors
 
     def history(self, step: int, count: int | None = None) -> tuple[int, ...]:
-        """The anchors up to ``step``, newest first, at most ``count`` of them."""
-        past = [a for a in reversed(self.anchors) if a <= step]
+        """The anchors up to ``step``, newest first, at most ``count`` of them.
+
+        They reach back to the newest break at or before ``step``, and no further.
+        """
+        start = max((b for b in self.breaks if b <= step), default=0)
+        past = [a for a in reversed(self.anchors) if start <= a <= step]
         return tuple(past[:count])
+
+    def with_anchors(self, steps: Iterable[int]) -> CacheSchedule:
+        """The same schedule with further computed steps.
+
+        Raises:
+          ValueError: a step outside ``[0, num_steps)``.
+        """
+        steps = {check_int("steps", s) for s in steps}
+        outside = sorted(s for s in steps if not 0 <= s < self.num_steps)
+        if outside:
+            raise ValueError(f"steps: must lie in [0, {self.num_steps}), got {outside}")
+        return self._replace(anchors=tuple(sorted(steps.union(self.anchors)))).validate()
+
+    def with_breaks(self, steps: Iterable[int]) -> CacheSchedule:
+        """The same schedule with further breaks, which are computed, too.
+
+        Example:
+          >>> from fadex.caching import uniform_schedule
+          >>> schedule = uniform_schedule(12, 4).with_breaks([4])
+          >>> schedule.anchors, schedule.history(5), schedule.history(7)
+          ((0, 1, 2, 4, 6, 10, 11), (4,), (6, 4))
+        """
+        steps = tuple(steps)
+        breaks = tuple(sorted({*self.breaks, *(int(s) for s in steps)}))
+        return self.with_anchors(steps)._replace(breaks=breaks).validate()
 
     def validate(self) -> CacheSchedule:
         """Return the schedule itself when it is sound; raise ValueError when not."""
@@ -48,6 +84,12 @@ class CacheSchedule(NamedTuple):
             raise ValueError(
                 "schedule: anchors must start at 0, be increasing and < num_steps="
                 f"{self.num_steps}, got {anchors}"
+            )
+        breaks = self.breaks
+        if any(a >= b for a, b in itertools.pairwise(breaks)) or not set(breaks) <= set(anchors):
+            raise ValueError(
+                f"schedule: breaks must be increasing and computed steps, got {breaks} with the "
+                f"anchors {anchors}"
             )
         return self
 

@@ -27,8 +27,11 @@ def by_platform(
     """Call the form that fits the platform the surrounding program is lowered for.
 
     Works under ``jit``, ``vmap``, ``grad`` and ``jax.export``; platforms without a form of
-    their own get ``default``.
+    their own get ``default``, and so does every platform when a dimension is symbolic
+    (``jax.export.symbolic_shape``): a kernel's blocks need sizes.
     """
+    if any(not isinstance(n, int) for a in jax.tree.leaves(args) for n in jax.numpy.shape(a)):
+        return default(*args)
     forms = {name: form for name, form in (("tpu", tpu), ("cuda", cuda)) if form is not None}
     return jax.lax.platform_dependent(*args, default=default, **forms)
 

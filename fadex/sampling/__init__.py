@@ -7,6 +7,7 @@ from fadex.sampling.grids import (
     timestep_indices,
     uniform_times,
 )
+from fadex.sampling.guidance import guidance_breaks
 from fadex.sampling.run import sample
 from fadex.sampling.samplers import (
     MultistepState,
@@ -30,6 +31,7 @@ __all__ = [
     "flow_euler",
     "flow_heun",
     "flow_matching_loss",
+    "guidance_breaks",
     "linear_alphas_cumprod",
     "logit_normal_times",
     "resolution_shift",

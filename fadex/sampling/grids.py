@@ -6,6 +6,7 @@ Flow matching runs from ``t = 1`` (noise) down to ``t = 0`` (data) on ``S + 1`` 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,32 @@ def uniform_times(num_steps: int) -> np.ndarray:
     return np.linspace(1.0, 0.0, num_steps + 1).astype(np.float32)
 
 
-def shifted_times(num_steps: int, shift: float) -> np.ndarray:
+def shifted_times(num_steps: int, shift: Any) -> np.ndarray:
     r"""Uniform times moved towards the noise, :math:`t \mapsto m t / (1 + (m-1) t)`.
 
-    ``shift`` is ``m > 0``; 3 is the value of SD3, 1 leaves the grid uniform.
+    Args:
+      num_steps: sampling steps ``S``.
+      shift: ``m > 0``; 3 is the value of SD3, 1 leaves the grid uniform. ``B`` values give a
+        grid for each sample, e.g. one :func:`resolution_shift` per resolution in a batch.
+
+    Returns:
+      float32 ``[S + 1]``, or ``[B, S + 1]``.
+
     Source: Esser et al., arXiv 2403.03206.
+
+    Example:
+      >>> from fadex.sampling import shifted_times
+      >>> shifted_times(2, [1.0, 3.0]).tolist()
+      [[1.0, 0.5, 0.0], [1.0, 0.75, 0.0]]
     """
     num_steps = check_int("num_steps", num_steps, minimum=1)
-    m = check_real("shift", shift, minimum=0.0, exclusive=True)
+    if np.ndim(shift) == 0:
+        m = check_real("shift", shift, minimum=0.0, exclusive=True)
+    else:
+        if np.ndim(shift) != 1 or np.size(shift) == 0:
+            raise ValueError(f"shift: expected a number or [B], got shape {np.shape(shift)}")
+        values = [check_real("shift", float(m), minimum=0.0, exclusive=True) for m in shift]
+        m = np.array(values)[:, None]
     t = np.linspace(1.0, 0.0, num_steps + 1)
     return (m * t / (1.0 + (m - 1.0) * t)).astype(np.float32)
 

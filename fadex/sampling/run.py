@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_run
+from fadex.sampling.guidance import Guided, check_interval, check_run
 from fadex.sampling.samplers import Sampler, flow_euler
 
 
@@ -30,18 +30,32 @@ def apply_step(model, sampler: Sampler, out, x, state, t, t_next):
     return jax.lax.optimization_barrier((x_next.astype(x.dtype), state))
 
 
+def initial_state(sampler: Sampler, x: jax.Array, key: jax.Array | None, t: jax.Array) -> Any:
+    """The sampler's state before the first step; ``t`` is any time of the run.
+
+    Where every sample has a time of its own (``t`` is ``[B, 1, ...]``), what a step remembers of
+    times becomes one value per sample, too.
+    """
+    state = sampler.init(x, key)
+    if jnp.ndim(t) == 0:
+        return state
+    step = lambda: sampler.step(x, x, t, t, state, lambda x, t: x)[1]
+    grow = lambda a, after: a if a.shape == after.shape else jnp.broadcast_to(a, after.shape)
+    return jax.tree.map(grow, state, jax.eval_shape(step))
+
+
 @functools.partial(
     jax.jit, static_argnames=("denoiser", "sampler", "cfg_channels", "return_trajectory")
 )
-def _sample(params, x, cond, null_cond, timesteps, guidance, key, *, denoiser, sampler,
+def _sample(params, x, cond, null_cond, timesteps, guidance, interval, key, *, denoiser, sampler,
             cfg_channels, return_trajectory):
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
 
     def body(carry, times):
         x, state = full_step(model, sampler, *carry, *times)
         return (x, state), x if return_trajectory else None
 
-    start = (x, sampler.init(x, key))
+    start = (x, initial_state(sampler, x, key, timesteps[0]))
     (out, _), states = jax.lax.scan(body, start, (timesteps[:-1], timesteps[1:]))
     if return_trajectory:
         return out, jnp.concatenate([x[None], states])
@@ -59,6 +73,7 @@ def sample(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     key: jax.Array | None = None,
     return_trajectory: bool = False,
 ) -> Any:
@@ -68,11 +83,16 @@ def sample(
       denoiser, params: the model, from :func:`~fadex.models.from_nnx` or ``from_linen``.
       x: initial latents ``[B, ...]``.
       cond: pytree of conditions with leading axis ``B``, or None.
-      timesteps: ``[S + 1]``, strictly monotone, as the sampler reads them.
+      timesteps: ``[S + 1]``, strictly monotone, as the sampler reads them; or ``[B, S + 1]``,
+        a grid for each sample (resolutions of one batch may want different shifts).
       sampler: :func:`~fadex.sampling.flow_euler` by default.
       guidance: classifier-free guidance, a number or ``[B]``; traced values do not recompile.
       null_cond: condition of the null branch; required unless ``guidance`` is 1.
       cfg_channels: guide the leading channels only.
+      guidance_interval: ``(low, high)``; guide where ``low <= t <= high`` only, in the units of
+        ``timesteps``. Elsewhere the null branch is not computed (with a grid per sample: where
+        no sample is inside). Values do not recompile. Source: Kynkäänniemi et al.,
+        arXiv 2404.07724.
       key: PRNG key for stochastic samplers.
       return_trajectory: also return all states ``[S + 1, B, ...]``.
 
@@ -86,7 +106,9 @@ def sample(
     timesteps, null_cond = check_run(
         x, cond, timesteps, None, guidance, null_cond, cfg_channels, sampler, key
     )
+    interval = check_interval(guidance_interval, null_cond)
     return _sample(
-        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, key, denoiser=denoiser,
-        sampler=sampler, cfg_channels=cfg_channels, return_trajectory=return_trajectory,
+        params, jnp.asarray(x), cond, null_cond, timesteps, guidance, interval, key,
+        denoiser=denoiser, sampler=sampler, cfg_channels=cfg_channels,
+        return_trajectory=return_trajectory,
     )

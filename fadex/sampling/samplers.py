@@ -29,7 +29,8 @@ class Sampler(NamedTuple):
     Attributes:
       init: ``init(x, key) -> state``; ``key`` is None for deterministic samplers.
       step: ``step(out, x, t, t_next, state, denoise) -> (x_next, state)``; ``t`` and
-        ``t_next`` are scalars, ``denoise(x, t)`` calls the model once more.
+        ``t_next`` are scalars, or ``[B, 1, ...]`` when each sample has a grid of its own;
+        ``denoise(x, t)`` calls the model once more.
       evals_per_step: model evaluations of one step, the first of which gave ``out``.
       stochastic: whether ``init`` needs a key.
       prediction: what ``out`` is, ``"velocity"`` or ``"epsilon"``.
@@ -85,7 +86,7 @@ class MultistepState(NamedTuple):
     """What a two-step method remembers."""
 
     previous: jax.Array  # like x: the previous (possibly forecast) output or prediction
-    t_previous: jax.Array  # float32 []; inf before the first step
+    t_previous: jax.Array  # float32 [] or [B, 1, ...]; inf before the first step
 
 
 def _multistep_init(x: jax.Array, key: jax.Array | None = None) -> MultistepState:
