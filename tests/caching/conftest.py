@@ -1,7 +1,5 @@
 """Shared models: an analytic denoiser that counts its calls, and the shipped digits DiT."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,26 +53,3 @@ def gaussian():
 @pytest.fixture(scope="session")
 def digits():
     return load_digits_dit()
-
-
-@pytest.fixture
-def compiles():
-    """``with compiles() as count:`` then ``count()``: programs compiled inside the block."""
-    from jax import monitoring
-
-    @contextlib.contextmanager
-    def watch():
-        seen = []
-
-        def listen(event, duration, **kwargs):
-            del duration, kwargs
-            if event.endswith("backend_compile_duration"):
-                seen.append(event)
-
-        monitoring.register_event_duration_secs_listener(listen)
-        try:
-            yield lambda: len(seen)
-        finally:
-            monitoring.unregister_event_duration_listener(listen)
-
-    return watch
