@@ -290,8 +290,8 @@ def export_state_dict(
     config, layout = _config_and_layout(model, layout)
     if params is None:
         if not isinstance(model, nnx.Module):
-            name = type(config).__name__
-            raise ValueError(f"params: required with a {name}, which holds no weights")
+            name = "a DiTConfig" if isinstance(config, DiTConfig) else "an MMDiTConfig"
+            raise ValueError(f"params: required with {name}, which holds no weights")
         params = nnx.state(model, nnx.Param)
     if isinstance(config, MMDiTConfig):
         if input_size is not None:
