@@ -59,6 +59,8 @@ from fadex.models.rope import apply_rope, image_ids, rope_table
 _GUIDANCE_SCALE = 1000.0  # distilled guidance is embedded like a time in [0, 1]
 _COND_KEYS = ("txt", "pooled", "guidance", "img_ids", "txt_ids")
 
+Cond = Mapping[str, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class MMDiTConfig:
@@ -319,13 +321,13 @@ class MMDiT(nnx.Module):
         self.final_modulation = Linear(width, 2 * width, kernel_init=zeros, **kwargs)
         self.final_linear = Linear(width, config.token_outputs, kernel_init=zeros, **kwargs)
 
-    def __call__(self, x: jax.Array, t: jax.Array, cond: Mapping[str, jax.Array]) -> jax.Array:
+    def __call__(self, x: jax.Array, t: jax.Array, cond: Cond) -> jax.Array:
         inputs = self._embed(x, t, cond)
         _, img, _ = self._run_blocks(inputs, keep=False)
         return self._head(img, inputs)
 
     def with_features(
-        self, x: jax.Array, t: jax.Array, cond: Mapping[str, jax.Array], sites: Sequence[str]
+        self, x: jax.Array, t: jax.Array, cond: Cond, sites: Sequence[str]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The full pass, with the features at ``sites`` (any of ``"crf"``, ``"module"``)."""
         _check_sites(sites)
@@ -335,11 +337,7 @@ class MMDiT(nnx.Module):
         return self._head(img, inputs), {site: found[site] for site in sites}
 
     def from_features(
-        self,
-        x: jax.Array,
-        t: jax.Array,
-        cond: Mapping[str, jax.Array],
-        feats: dict[str, jax.Array],
+        self, x: jax.Array, t: jax.Array, cond: Cond, feats: dict[str, jax.Array]
     ) -> jax.Array:
         """The cheap pass: embeddings, gates and head around the given features."""
         (site,) = feats
@@ -357,12 +355,7 @@ class MMDiT(nnx.Module):
         return self._head(img, inputs)
 
     def from_history(
-        self,
-        x: jax.Array,
-        t: jax.Array,
-        cond: Mapping[str, jax.Array],
-        weights: jax.Array,
-        history: jax.Array,
+        self, x: jax.Array, t: jax.Array, cond: Cond, weights: jax.Array, history: jax.Array
     ) -> jax.Array:
         """:meth:`from_features` at ``"module"`` from ``K`` snapshots and their weights.
 
@@ -379,7 +372,7 @@ class MMDiT(nnx.Module):
         return self._head(h[:, text:], inputs)
 
     def begin(
-        self, x: jax.Array, t: jax.Array, cond: Mapping[str, jax.Array], blocks: int
+        self, x: jax.Array, t: jax.Array, cond: Cond, blocks: int
     ) -> dict[str, jax.Array]:
         """Embeddings and the first ``blocks`` double blocks: ``{"txt", "img"}``."""
         inputs = self._embed(x, t, cond)
@@ -387,12 +380,7 @@ class MMDiT(nnx.Module):
         return {"txt": txt, "img": img}
 
     def finish(
-        self,
-        x: jax.Array,
-        t: jax.Array,
-        cond: Mapping[str, jax.Array],
-        hidden: Mapping[str, jax.Array],
-        blocks: int,
+        self, x: jax.Array, t: jax.Array, cond: Cond, hidden: Mapping[str, jax.Array], blocks: int
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The blocks after the first ``blocks`` and the head; what they added, as ``hidden``."""
         inputs = self._embed(x, t, cond)._replace(txt=hidden["txt"], img=hidden["img"])
@@ -404,7 +392,7 @@ class MMDiT(nnx.Module):
         self,
         x: jax.Array,
         t: jax.Array,
-        cond: Mapping[str, jax.Array],
+        cond: Cond,
         hidden: Mapping[str, jax.Array],
         residual: Mapping[str, jax.Array],
     ) -> jax.Array:
@@ -413,7 +401,7 @@ class MMDiT(nnx.Module):
         img = hidden["img"] + residual["img"].astype(hidden["img"].dtype)
         return self._head(img, inputs)
 
-    def modulated(self, x: jax.Array, t: jax.Array, cond: Mapping[str, jax.Array]) -> jax.Array:
+    def modulated(self, x: jax.Array, t: jax.Array, cond: Cond) -> jax.Array:
         """The modulated image input of the first double block ``[B, Ni, D]``."""
         inputs = self._embed(x, t, cond)
         block = self.double_blocks
@@ -432,7 +420,7 @@ class MMDiT(nnx.Module):
                   for part in ("attn", "mlp")]
         return double + [f"single{i}" for i in range(config.single_depth)]
 
-    def _embed(self, x: jax.Array, t: jax.Array, cond: Mapping[str, jax.Array]) -> _Embedded:
+    def _embed(self, x: jax.Array, t: jax.Array, cond: Cond) -> _Embedded:
         config = self.config
         tokens, grid = self._pack(x)
         batch = tokens.shape[0]
@@ -604,8 +592,11 @@ def _fold(step: Any, carry: Any, blocks: Any, start: int, stop: int) -> tuple[An
             kept.append(outputs)
         return carry, jnp.stack(kept) if kept and kept[0] is not None else None
     graphdef, state = nnx.split(blocks)
-    layers = jax.tree.map(lambda a: a[start:stop], state)
-    return jax.lax.scan(lambda c, layer: step(c, nnx.merge(graphdef, layer)), carry, layers)
+    if (start, stop) == (0, jax.tree.leaves(state)[0].shape[0]):
+        return jax.lax.scan(lambda c, layer: step(c, nnx.merge(graphdef, layer)), carry, state)
+    # Read in place: a slice of the stack would copy the weights.
+    row = lambda i: nnx.merge(graphdef, jax.tree.map(lambda a: a[i], state))
+    return jax.lax.scan(lambda c, i: step(c, row(i)), carry, jnp.arange(start, stop))
 
 
 def _check_sites(sites: Sequence[str]) -> None:
