@@ -66,6 +66,11 @@ class DiTConfig:
         time of the full pass no longer grows with depth (the cheap pass of the site
         ``"module"`` stays unrolled: its kernels read each layer's cache in place).
       dtype, param_dtype: of products and of parameters.
+      token_sharding: how hidden states ``[B, N, D]`` lie over devices: a
+        ``jax.sharding.NamedSharding`` on a mesh with ``Auto`` axes, or a ``PartitionSpec``
+        under ``jax.set_mesh``, e.g. ``PartitionSpec(None, "seq")``. Tokens stay spread through
+        every block (attention gathers keys and values), and so do features and caches. The
+        cheap pass at ``"module"`` is then plain ``jnp``: XLA cannot split a kernel.
     """
 
     patch_size: int = 2
@@ -82,6 +87,7 @@ class DiTConfig:
     scan_layers: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    token_sharding: Any = None
 
     def __post_init__(self):
         for name in ("patch_size", "in_channels", "depth", "width", "num_heads", "num_classes"):
@@ -126,13 +132,14 @@ class DiTBlock(nnx.Module):
         self.attn = Attention(width, config.num_heads, **kwargs)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), **kwargs)
         self.modulation = Linear(width, 6 * width, kernel_init=nnx.initializers.zeros, **kwargs)
+        self.token_sharding = config.token_sharding
 
     def __call__(self, h: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the new hidden state and the pre-gate outputs ``[2, B, N, D]``."""
         b1, s1, g1, b2, s2, g2 = jnp.split(self.modulation(c), 6, axis=-1)
-        attn = self.attn(modulate(layer_norm(h), b1, s1))
+        attn = _spread(self.attn(modulate(layer_norm(h), b1, s1)), self.token_sharding)
         h = h + g1[:, None] * attn
-        mlp = self.mlp(modulate(layer_norm(h), b2, s2))
+        mlp = _spread(self.mlp(modulate(layer_norm(h), b2, s2)), self.token_sharding)
         h = h + g2[:, None] * mlp
         return h, jnp.stack([attn, mlp])
 
@@ -230,6 +237,11 @@ class DiT(nnx.Module):
         Each forecast is formed where it is gated (one fused pass over the cache), never
         written to memory. ``weights``: ``[2L, K]``, ``history``: ``[K, 2L, B, N, D]``.
         """
+        if self.config.token_sharding is not None:
+            forecast = jnp.einsum(
+                "gk,kg...->g...", weights, history, preferred_element_type=jnp.float32
+            )
+            return self.from_features(x, t, cond, {"module": forecast})
         h, c = self._embed(x, t, cond)
         self._check_feature(history[0], "module", h)
         for i, gate in enumerate(self._gates(c)):
@@ -254,6 +266,7 @@ class DiT(nnx.Module):
         patches = x.reshape(batch, rows, p, columns, p, channels).transpose(0, 1, 3, 2, 4, 5)
         patches = patches.reshape(batch, rows * columns, p * p * channels)
         h = self.patch_embed(patches) + sincos_2d(rows, columns, config.width).astype(config.dtype)
+        h = _spread(h, config.token_sharding)
         t = jnp.broadcast_to(jnp.asarray(t, jnp.float32), (batch,))
         c = self.time_embed(t * config.time_scale) + self.class_embed(cond)
         return h, jax.nn.silu(c)
@@ -310,3 +323,8 @@ def drop_labels(key: jax.Array, labels: jax.Array, rate: float, null_label: int)
 def _check_sites(sites: Sequence[str]) -> None:
     for site in sites:
         check_choice("site", site, ("crf", "module"))
+
+
+def _spread(h: jax.Array, sharding: Any) -> jax.Array:
+    """``h`` as the configuration lays tokens over devices."""
+    return h if sharding is None else jax.lax.with_sharding_constraint(h, sharding)

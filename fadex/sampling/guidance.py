@@ -219,7 +219,7 @@ def check_run(
 
 
 def _check_times(timesteps: Any, num_steps: int | None) -> None:
-    shape = jnp.shape(timesteps)
+    shape = np.shape(timesteps)
     want = None if num_steps is None else num_steps + 1
     count = "num_steps + 1" if want is None else f"num_steps + 1 = {want}"
     if len(shape) not in (1, 2) or shape[-1] < 2 or (want is not None and shape[-1] != want):
@@ -243,17 +243,17 @@ def check_interval(guidance_interval: Any, null_cond: Any) -> jax.Array | None:
     """The interval as a float32 operand ``[2]``; None when every time or none is guided."""
     if guidance_interval is None:
         return None
-    if jnp.shape(guidance_interval) != (2,):
+    _check_bounds(guidance_interval)
+    return None if null_cond is None else jnp.asarray(guidance_interval, jnp.float32)
+
+
+def _check_bounds(guidance_interval: Any) -> None:
+    if np.shape(guidance_interval) != (2,):
         raise ValueError(
             f"guidance_interval: expected two times (low, high), got {guidance_interval!r}"
         )
-    if is_concrete(guidance_interval):
-        low, high = np.asarray(guidance_interval, np.float64)
-        if not low <= high:
-            raise ValueError(
-                f"guidance_interval: expected low <= high, got {guidance_interval!r}"
-            )
-    return None if null_cond is None else jnp.asarray(guidance_interval, jnp.float32)
+    if is_concrete(guidance_interval) and not guidance_interval[0] <= guidance_interval[1]:
+        raise ValueError(f"guidance_interval: expected low <= high, got {guidance_interval!r}")
 
 
 def guidance_breaks(timesteps: Any, guidance_interval: Any) -> tuple[int, ...]:
@@ -278,7 +278,8 @@ def guidance_breaks(timesteps: Any, guidance_interval: Any) -> tuple[int, ...]:
       (3, 8)
     """
     _check_times(timesteps, None)
-    low, high = np.asarray(check_interval(guidance_interval, ()))
+    _check_bounds(guidance_interval)
+    low, high = np.asarray(guidance_interval, np.float32)
     times = np.atleast_2d(np.asarray(timesteps, np.float32))[:, :-1]
     inside = (low <= times) & (times <= high)
     return tuple(int(s) + 1 for s in np.flatnonzero(np.any(np.diff(inside, axis=1), axis=0)))

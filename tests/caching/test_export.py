@@ -33,7 +33,7 @@ def dit():
                        scan_layers=True)
     denoiser, params = from_nnx(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
-    fill = lambda a: jnp.asarray(0.2 * rng.standard_normal(a.shape), a.dtype)
+    fill = lambda a: jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype)
     return denoiser, jax.tree.map(fill, params)
 
 
