@@ -36,7 +36,13 @@ from fadex.caching.profile import check_site
 from fadex.caching.schedule import CacheSchedule
 from fadex.core.checks import is_concrete
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_interval, check_run, guidance_breaks
+from fadex.sampling.guidance import (
+    Guided,
+    check_interval,
+    check_mesh,
+    check_run,
+    guidance_breaks,
+)
 from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
@@ -191,6 +197,10 @@ def cached_sample(
     sampler remembers them like computed ones. With every step an anchor the result equals
     :func:`fadex.sampling.sample` bit for bit.
 
+    Arrays may lie spread over a mesh with ``Auto`` axes (``x``, ``cond``, ``null_cond`` and rows
+    of ``timesteps`` along the batch; rows of an image for a model with ``token_sharding``); the
+    result and the cache lie as ``x`` does. Without guidance no sample's step talks to another's.
+
     Args:
       denoiser, params: the model, from :func:`~fadex.models.from_nnx` or ``from_linen``.
       x: initial latents ``[B, ...]``.
@@ -256,6 +266,7 @@ def cached_sample(
             f"plan: expected a ForecastPlan or a Forecaster, got {type(plan).__name__}"
         )
     check_site(denoiser, site)
+    check_mesh(x)
     times, null_cond = check_run(
         x, cond, timesteps, forecaster.schedule.num_steps, guidance, null_cond, cfg_channels,
         sampler, key,

@@ -239,6 +239,18 @@ def _check_times(timesteps: Any, num_steps: int | None) -> None:
         )
 
 
+def check_mesh(x: Any) -> None:
+    """Raise ValueError for latents on a mesh whose shardings are part of the types."""
+    sharding = jax.typeof(x).sharding
+    explicit = jax.sharding.AxisType.Explicit in (sharding.mesh.axis_types or ())
+    if explicit and any(axis is not None for axis in sharding.spec):
+        raise ValueError(
+            "x: lies on a mesh with Explicit axes; make the mesh with axis_types="
+            "(jax.sharding.AxisType.Auto,) for each axis, or call through "
+            "jax.sharding.auto_axes(run, out_sharding=jax.typeof(x).sharding)"
+        )
+
+
 def check_interval(guidance_interval: Any, null_cond: Any) -> jax.Array | None:
     """The interval as a float32 operand ``[2]``; None when every time or none is guided."""
     if guidance_interval is None:

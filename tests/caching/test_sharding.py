@@ -56,6 +56,15 @@ for site, guidance in (("output", 1.0), ("crf", 1.0), ("module", 3.0)):
     )
 grids = jnp.asarray(np.stack([times**p for p in np.linspace(1, 2, 8)]))
 own = functools.partial(run, site="output")
+explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+xe, ye = jax.device_put((x, y), NamedSharding(explicit, P("data")))
+try:
+    run(params, xe, ye)
+except ValueError as error:
+    found["refused"] = str(error)
+out_sharding = jax.typeof(xe).sharding
+out = jax.jit(jax.sharding.auto_axes(functools.partial(run, params), out_sharding=out_sharding))
+found["explicit"] = gap(out(xe, ye), run(params, x, y))
 found["batch"]["grids"] = dict(
     gap=gap(own(placed, xs, ys, timesteps=jax.device_put(grids, rows)),
             own(params, x, y, timesteps=grids)),
@@ -116,6 +125,8 @@ def test_samples_spread_over_devices_equal_those_of_one_device(found):
     # Samples are independent: without the doubled batch of guidance nothing is exchanged.
     assert found["batch"]["output 1"]["collectives"] == 0
     assert found["batch"]["crf 1"]["collectives"] == 0
+    assert "x: lies on a mesh with Explicit axes" in found["refused"]
+    assert found["explicit"] <= 1e-6
 
 
 @pytest.mark.smoke

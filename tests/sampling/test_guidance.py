@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fadex.caching import cached_sample, make_plan, taylorseer, uniform_schedule
 from fadex.core import Denoiser
 from fadex.sampling import (
     flow_euler,
@@ -157,16 +158,18 @@ def test_a_distilled_scale_travels_with_the_condition(compiles):
     distilled = Denoiser(
         lambda p, x, t, c: p * (jnp.sin(x) * t[:, None] + (c["y"] * c["guidance"])[:, None])
     )
-    call = lambda g: sample(
-        distilled, jnp.float32(1.0), noise(3, 4), {"y": COND, "guidance": g}, timesteps=TIMES
-    )
+    plan = make_plan(uniform_schedule(STEPS, 3), taylorseer(1))
     scales = jnp.array([3.5, 3.5, 3.5]), jnp.array([3.5, 1.0, 7.0])
-    first = call(scales[0])
-    with compiles() as count:
-        second = jax.block_until_ready(call(scales[1]))
-    assert count() == 0
-    np.testing.assert_array_equal(first[0], second[0])
-    assert not np.allclose(first[1:], second[1:])
+    for run in (sample, functools.partial(cached_sample, plan=plan)):
+        call = lambda g: run(
+            distilled, jnp.float32(1.0), noise(3, 4), {"y": COND, "guidance": g}, timesteps=TIMES
+        )
+        first = call(scales[0])
+        with compiles() as count:
+            second = jax.block_until_ready(call(scales[1]))
+        assert count() == 0
+        np.testing.assert_array_equal(first[0], second[0])
+        assert not np.allclose(first[1:], second[1:])
 
 
 @pytest.mark.parametrize(
