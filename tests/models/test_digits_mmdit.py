@@ -144,7 +144,8 @@ def test_cached_samples_stay_close_to_computed_ones(trained, batch, full, digits
 @pytest.mark.smoke
 def test_training_learns_through_both_kinds_of_blocks(digits):
     # Weights drawn by NumPy: drawing them leaf by leaf under JAX costs more than the training.
-    denoiser, abstract = from_nnx(nnx.eval_shape(digits_mmdit))
+    shallow = dict(double_depth=1, single_depth=1, scan_layers=False)  # compiles in half the time
+    denoiser, abstract = from_nnx(nnx.eval_shape(lambda: digits_mmdit(**shallow)))
     rng = np.random.default_rng(1)
 
     def leaf(path, like):
@@ -160,7 +161,7 @@ def test_training_learns_through_both_kinds_of_blocks(digits):
     losses = np.asarray(losses)
     print(f"loss of steps 1 to 5 {losses[:5].mean():.3f}, 36 to 40 {losses[-5:].mean():.3f}")
     assert np.all(np.isfinite(losses)) and losses[-5:].mean() < 0.95 * losses[:5].mean()
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), final.params, params)
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), final.params, params)
     assert all(jax.tree.leaves(moved))  # text stream, single blocks and norms included
 
 

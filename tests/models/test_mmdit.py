@@ -63,7 +63,7 @@ def call(model, method="apply", *args, static=()):
 
 
 def close(actual, expected, tolerance=1e-5):
-    scale = float(jnp.abs(expected).max())
+    scale = float(np.abs(np.asarray(expected)).max())
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
 
 
@@ -225,12 +225,12 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters():
 
 
 def test_gradients_reach_every_parameter_and_the_conditions():
-    denoiser, params = from_nnx(random_model(scan_layers=True))
+    denoiser, params = from_nnx(random_model(double_depth=1, single_depth=1))
     loss = lambda p, cond: jnp.sum(denoiser.apply(p, X, T, cond) ** 2)
     grads, of_cond = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, COND)
-    silent = [name for name, g in flatten_with_paths(grads).items() if not jnp.any(g != 0)]
+    silent = [name for name, g in flatten_with_paths(grads).items() if not np.any(g)]
     assert not silent
-    assert all(jnp.all(jnp.isfinite(g)) and jnp.any(g != 0) for g in of_cond.values())
+    assert all(np.all(np.isfinite(g)) and np.any(g) for g in of_cond.values())
 
 
 @pytest.mark.smoke
