@@ -1,5 +1,6 @@
 """Feature caching for diffusion transformers: schedules, forecasters, plans, cached sampling."""
 
+from fadex.caching.adaptive import Policy, PolicyRule, adaptive_sample, profile_changes
 from fadex.caching.analysis import alpha_from_msd, mean_squared_displacement, msd_exponent
 from fadex.caching.bezicast import (
     GuardConfig,
@@ -10,6 +11,8 @@ from fadex.caching.bezicast import (
     state_guarded,
 )
 from fadex.caching.bundle import Bundle, load_bundle, save_bundle
+from fadex.caching.dbcache import dbcache
+from fadex.caching.dmd import dmd
 from fadex.caching.export import ExportedSampler, export_sampler, load_sampler
 from fadex.caching.fade import FadeGrid, FadeParams, fade, fade_weights
 from fadex.caching.fade_table import (
@@ -27,6 +30,7 @@ from fadex.caching.fuca_profile import profile_fuca, profile_revision
 from fadex.caching.hicache import hicache
 from fadex.caching.kernels import weighted_sum
 from fadex.caching.least_squares import least_squares_plan, profile_least_squares
+from fadex.caching.magcache import magcache, magcache_schedule, profile_magcache
 from fadex.caching.newton import newton
 from fadex.caching.plan import (
     Forecaster,
@@ -36,15 +40,21 @@ from fadex.caching.plan import (
     make_plan,
     plan_forecaster,
 )
+from fadex.caching.presets import Preset, preset, profile_preset, run_preset
 from fadex.caching.profile import GramProfile, Replay, profile_gram, replay
 from fadex.caching.reuse import reuse
 from fadex.caching.sampling import cached_sample
 from fadex.caching.schedule import CacheSchedule, custom_schedule, uniform_schedule
+from fadex.caching.stats import CacheStats, Speedup, measure_speedup, plan_stats, summary
 from fadex.caching.taylor import taylorseer
+from fadex.caching.teacache import TEACACHE_FLUX, fit_teacache, teacache
+from fadex.caching.toca import toca_sample
 
 __all__ = [
+    "TEACACHE_FLUX",
     "Bundle",
     "CacheSchedule",
+    "CacheStats",
     "ExportedSampler",
     "FadeGrid",
     "FadeLUT",
@@ -54,19 +64,27 @@ __all__ = [
     "FucaTables",
     "GramProfile",
     "GuardConfig",
+    "Policy",
+    "PolicyRule",
+    "Preset",
     "Replay",
+    "Speedup",
     "StepInfo",
     "WeightRule",
+    "adaptive_sample",
     "alpha_from_msd",
     "bezicast",
     "bezicast_plan",
     "bezier_weights",
     "cached_sample",
     "custom_schedule",
+    "dbcache",
+    "dmd",
     "export_sampler",
     "fade",
     "fade_plan",
     "fade_weights",
+    "fit_teacache",
     "foca",
     "fuca_sample",
     "fuca_tables",
@@ -77,23 +95,35 @@ __all__ = [
     "load_sampler",
     "lut_from_tree",
     "lut_to_tree",
+    "magcache",
+    "magcache_schedule",
     "make_plan",
     "mean_squared_displacement",
+    "measure_speedup",
     "msd_exponent",
     "newton",
     "plan_forecaster",
+    "plan_stats",
+    "preset",
+    "profile_changes",
     "profile_fade",
     "profile_fuca",
     "profile_gram",
     "profile_least_squares",
+    "profile_magcache",
+    "profile_preset",
     "profile_revision",
     "replay",
     "reuse",
+    "run_preset",
     "save_bundle",
     "save_lut",
     "simplex_projection",
     "state_guarded",
+    "summary",
     "taylorseer",
+    "teacache",
+    "toca_sample",
     "uniform_schedule",
     "weighted_sum",
 ]

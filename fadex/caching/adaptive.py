@@ -32,14 +32,16 @@ from fadex.caching.profile import check_site
 from fadex.caching.stats import (
     CacheStats,
     cost_share,
+    fold_branches,
     matmul_flops,
     relative_change,
     safe_ratio,
+    shapes_of,
 )
 from fadex.core.checks import check_choice, check_int
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_run
-from fadex.sampling.run import apply_step
+from fadex.sampling.guidance import Guided, check_interval, check_run
+from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
 SIGNALS = ("first_block", "latent", "modulated", "none")
@@ -217,11 +219,18 @@ def _parts(model: Guided, rule: PolicyRule, site: str) -> _Parts:
     return _Parts(probe, compute, skip)
 
 
-def _adaptive_sample(params, x, cond, null_cond, timesteps, guidance, policy, warmup, cooldown,
-                     key, *, denoiser, sampler, site, cfg_channels, order, cache_dtype,
-                     return_trajectory, return_stats):
+def _jumps(timesteps, interval):
+    """Bool ``[S]``: steps at which the guided output jumps, because the interval begins or ends."""
+    inside = (interval[0] <= timesteps[:-1]) & (timesteps[:-1] <= interval[1])
+    changed = inside[1:] != inside[:-1]
+    return jnp.pad(changed.reshape(changed.shape[0], -1).any(-1), (1, 0))
+
+
+def _adaptive_sample(params, x, cond, null_cond, timesteps, guidance, interval, policy, warmup,
+                     cooldown, key, *, denoiser, sampler, site, cfg_channels, order,
+                     cache_dtype, return_trajectory, return_stats):
     """The program. Thresholds, warm-up and skip limit are operands."""
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     rule, numbers = policy.rule, policy.numbers
     parts = _parts(model, rule, site)
     example = lambda: (signal := parts.probe(x, timesteps[0])) and (
@@ -233,10 +242,17 @@ def _adaptive_sample(params, x, cond, null_cond, timesteps, guidance, policy, wa
     fixed = (steps < jnp.maximum(jnp.maximum(warmup, policy.warmup), 1)) | (
         steps >= num_steps - cooldown
     )
+    # At the output a jump starts a new history; inside the model both branches stay cached.
+    jump = None
+    if interval is not None and site == "output":
+        jump = _jumps(timesteps, interval)
+        fixed = fixed | jump
 
     def body(carry, xs):
         x, state, cache, watch, skipped = carry
-        info, t_next, fixed = xs
+        info, t_next, fixed, jump = xs
+        if jump is not None:
+            cache = cache._replace(count=jnp.where(batch_any(jump), 0, cache.count))
         signal, hidden = jax.lax.optimization_barrier(parts.probe(x, info.t))
         wanted, size, watch = rule.decide(numbers, watch, signal, info)
         wanted = batch_any(wanted)
@@ -261,10 +277,10 @@ def _adaptive_sample(params, x, cond, null_cond, timesteps, guidance, policy, wa
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), signal)
     carry = (
-        x, sampler.init(x, key), _empty_cache(feature, order + 1, cache_dtype),
-        rule.init(numbers, zeros), jnp.int32(0),
+        x, initial_state(sampler, x, key, timesteps[0]),
+        _empty_cache(feature, order + 1, cache_dtype), rule.init(numbers, zeros), jnp.int32(0),
     )
-    xs = (PolicyInfo(steps, timesteps[:-1]), timesteps[1:], fixed)
+    xs = (PolicyInfo(steps, timesteps[:-1]), timesteps[1:], fixed, jump)
     (final, *_), (states, kept) = jax.lax.scan(body, carry, xs)
     trajectory = jnp.concatenate([x[None], states]) if return_trajectory else None
     return final, trajectory, kept
@@ -288,6 +304,7 @@ def adaptive_sample(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     warmup: int = 1,
     cooldown: int = 1,
     max_skip: int | None = None,
@@ -306,6 +323,8 @@ def adaptive_sample(
     Args:
       denoiser, params, x, cond, timesteps, sampler, guidance, null_cond, cfg_channels, key: as in
         :func:`~fadex.caching.cached_sample`.
+      guidance_interval: as in :func:`fadex.sampling.sample`. At ``"output"`` the steps where it
+        begins and ends are computed and start a new history.
       policy: from :func:`~fadex.caching.teacache`, ``magcache`` or ``dbcache``, or any
         :class:`Policy`. Its numbers are operands: other thresholds do not recompile.
       site: what a skipped step reuses: ``"output"``, the guided output (with any model), or
@@ -354,8 +373,9 @@ def adaptive_sample(
     x = jnp.asarray(x)
     cache_dtype = None if cache_dtype is None else jnp.dtype(cache_dtype)
     static = dict(denoiser=denoiser, site=site, cfg_channels=cfg_channels)
+    interval = check_interval(guidance_interval, null_cond)
     final, trajectory, kept = _run(
-        params, x, cond, null_cond, timesteps, guidance, policy, warmup, cooldown, key,
+        params, x, cond, null_cond, timesteps, guidance, interval, policy, warmup, cooldown, key,
         sampler=sampler, order=order, cache_dtype=cache_dtype,
         return_trajectory=return_trajectory, return_stats=return_stats, **static,
     )
@@ -364,15 +384,13 @@ def adaptive_sample(
         found += (trajectory,)
     if return_stats:
         computed, wanted, fixed, sizes = kept
-        if sizes.ndim > 1 and sizes.shape[-1] == 2 * x.shape[0]:  # both guidance branches
-            sizes = sizes.reshape(*sizes.shape[:-1], 2, x.shape[0]).max(-2)
-        args = (params, x, cond, null_cond, timesteps[0], guidance)
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)),
-                              args)
-        leaves, tree = jax.tree.flatten(shapes)
+        leaves, tree = jax.tree.flatten(
+            shapes_of((params, x, cond, null_cond, timesteps[0], guidance, interval))
+        )
         found += (
             CacheStats(
-                computed=computed, wanted=wanted, fixed=fixed, sizes=sizes,
+                computed=computed, wanted=wanted, fixed=fixed,
+                sizes=fold_branches(sizes, x.shape[0]),
                 threshold=policy.numbers.get("threshold"),
                 skip_cost=_skip_cost(tuple(leaves), tree, rule=policy.rule, **static),
                 evals_per_step=sampler.evals_per_step,
@@ -385,25 +403,20 @@ def adaptive_sample(
 def _skip_cost(leaves, tree, *, denoiser, rule, site, cfg_channels) -> float:
     """Matrix products of a skipped step over those of a computed one."""
 
-    def step(params, x, cond, null_cond, t, guidance, *, kind):
-        parts = _parts(
-            Guided(denoiser, params, cond, null_cond, guidance, cfg_channels), rule, site
-        )
+    def step(params, x, cond, null_cond, t, guidance, interval, *, skip):
+        model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
+        parts = _parts(model, rule, site)
         signal, hidden = parts.probe(x, t)
-        if kind == "skip":
-            feature = jax.eval_shape(lambda: parts.compute(x, t, hidden)[1])
-            feature = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), feature)
-            return signal, parts.skip(x, t, hidden, feature)
-        return model_output(parts, x, t, hidden)
-
-    def model_output(parts, x, t, hidden):
-        return parts.compute(x, t, hidden)[0]
+        if not skip:
+            return signal, parts.compute(x, t, hidden)
+        feature = jax.eval_shape(lambda: parts.compute(x, t, hidden)[1])
+        feature = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), feature)
+        return signal, parts.skip(x, t, hidden, feature)
 
     args = jax.tree.unflatten(tree, leaves)
-    skip, full = (
-        matmul_flops(functools.partial(step, kind=kind), *args) for kind in ("skip", "full")
+    return cost_share(
+        *(matmul_flops(functools.partial(step, skip=skip), *args) for skip in (True, False))
     )
-    return cost_share(skip, full)
 
 
 def check_policy(denoiser: Denoiser, rule: PolicyRule, site: str) -> None:

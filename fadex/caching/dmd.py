@@ -27,7 +27,7 @@ weights are closed forms: with :math:`\lambda_{1,2} = \rho e^{\pm\eta}`,
 
 with sines of the angle for a complex pair, and the limits :math:`1 + \tau`, :math:`\tau` for a
 double root (there ``rho = 1`` is Taylor-1). Two roots hold a constant and one decay, or one
-oscillation; more of them than that fitted noise in cached features (short, drifting histories).
+oscillation, which is what the few equally spaced anchors of a run can identify.
 
 **Guards**, per sample: the fit needs ``2 r`` equally spaced anchors (the equally spaced suffix of
 the history counts; the warm-up's close anchors do not mix with the later ones) and positive or
@@ -196,6 +196,10 @@ class _DMD:
         return weighted_sum(weights, flat).reshape(shape)
 
 
+# Bound methods are equal when their owner is the same object: one owner per setting, one program.
+_functions = functools.lru_cache(maxsize=32)(_DMD)
+
+
 @functools.lru_cache(maxsize=32)
 def _table(schedule: CacheSchedule, history: int) -> dict[str, np.ndarray]:
     """Per step: spacing fraction, equally spaced anchors, known anchors, slot of each age."""
@@ -257,7 +261,7 @@ def dmd(
         raise ValueError(f"history: rank {rank} needs {2 * rank} snapshots, got {history}")
     axes = check_int("axes", axes, minimum=1)
     dtype = None if cache_dtype is None else jnp.dtype(cache_dtype)
-    functions = _DMD(history, rank, axes, dtype)
+    functions = _functions(history, rank, axes, dtype)
     return Forecaster(
         schedule=schedule, init=functions.init, observe=functions.observe,
         predict=functions.predict, table=_table(schedule, history),

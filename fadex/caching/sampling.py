@@ -34,6 +34,14 @@ from fadex.caching.plan import (
 )
 from fadex.caching.profile import check_site
 from fadex.caching.schedule import CacheSchedule
+from fadex.caching.stats import (
+    cost_share,
+    fold_branches,
+    matmul_flops,
+    plan_stats,
+    relative_change,
+    shapes_of,
+)
 from fadex.core.checks import is_concrete
 from fadex.core.denoiser import Denoiser
 from fadex.sampling.guidance import (
@@ -108,7 +116,8 @@ def _feature_functions(model: Guided, site: str, forecaster: Forecaster):
 
 
 def _cached_sample(params, x, cond, null_cond, timesteps, guidance, interval, table, slots, key,
-                   *, denoiser, sampler, forecaster, site, cfg_channels, return_trajectory):
+                   *, denoiser, sampler, forecaster, site, cfg_channels, return_trajectory,
+                   return_stats=False):
     """The program. ``forecaster.table`` is empty; its rows come as the operand ``table``."""
     model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     full, cheap = _feature_functions(model, site, forecaster)
@@ -131,23 +140,27 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, interval, ta
         return new, new[0] if return_trajectory else None
 
     def segment(carry, xs):
-        x, state, cache = carry
+        x, state, cache, before = carry
         info, t_next, real = xs
         first = jax.tree.map(lambda a: a[0], info)
         rest = jax.tree.map(lambda a: a[1:], (info, t_next, real))
         out, feature = jax.lax.optimization_barrier(full(x, first.t))
         cache = forecaster.observe(cache, feature, first)
+        size = None
+        if return_stats:
+            size, before = relative_change(feature, before, axis=samples), feature
         x, state = apply_step(model, sampler, out, x, state, first.t, t_next[0])
         states = x[None]
         (x, state), later = jax.lax.scan(
             lambda c, xs: skipped_step(c, xs, cache), (x, state), rest
         )
-        if return_trajectory:
-            return (x, state, cache), jnp.concatenate([states, later])
-        return (x, state, cache), None
+        states = jnp.concatenate([states, later]) if return_trajectory else None
+        return (x, state, cache, before), (states, size)
 
-    carry = (x, initial_state(sampler, x, key, timesteps[0]), forecaster.init(feature))
-    trajectory = [x[None]]
+    samples = 1 if site == "module" else 0  # the axis of the feature along which they lie
+    before = jnp.zeros(feature.shape, feature.dtype) if return_stats else ()
+    carry = (x, initial_state(sampler, x, key, timesteps[0]), forecaster.init(feature), before)
+    trajectory, sizes = [x[None]], []
     # At the output a forecast is one weighted sum: padding costs next to nothing, and a single
     # run holds (and compiles) the model once.
     merge = site == "output" and sampler.evals_per_step == 1
@@ -159,15 +172,40 @@ def _cached_sample(params, x, cond, null_cond, timesteps, guidance, interval, ta
             row=jax.tree.map(operator.itemgetter(steps), table),
         )
         mask = None if real.all() else jnp.asarray(real)
-        carry, states = jax.lax.scan(segment, carry, (info, timesteps[steps + 1], mask))
+        carry, (states, size) = jax.lax.scan(segment, carry, (info, timesteps[steps + 1], mask))
+        sizes.append(size)
         if return_trajectory:
             trajectory.append(states.reshape(-1, *x.shape)[np.flatnonzero(real)])
-    if return_trajectory:
-        return carry[0], jnp.concatenate(trajectory)
-    return carry[0]
+    trajectory = jnp.concatenate(trajectory) if return_trajectory else None
+    return carry[0], trajectory, jnp.concatenate(sizes) if return_stats else None
 
 
-_STATIC = ("denoiser", "sampler", "forecaster", "site", "cfg_channels", "return_trajectory")
+def _anchor_stats(sizes, shapes, *, denoiser, sampler, forecaster, site, cfg_channels):
+    """:class:`CacheStats` from the anchors' sizes ``[A, rows]``; ``shapes`` of the arguments."""
+
+    def cost(params, x, cond, null_cond, t, guidance, interval, table, *, skip):
+        model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
+        full, cheap = _feature_functions(model, site, forecaster)
+        if not skip:
+            return full(x, t)[0]
+        feature = jax.eval_shape(lambda: full(x, t)[1])
+        row = jax.tree.map(lambda a: a[0], table)
+        return cheap(x, t, forecaster.init(feature), StepInfo(jnp.int32(0), t, jnp.int32(0), row))
+
+    share = cost_share(
+        *(matmul_flops(functools.partial(cost, skip=skip), *shapes) for skip in (True, False))
+    )
+    schedule, batch = forecaster.schedule, shapes[1].shape[0]
+    sizes = fold_branches(sizes, batch).at[0].set(jnp.nan)
+    every = jnp.full((schedule.num_steps, batch), jnp.nan, sizes.dtype)
+    return plan_stats(
+        schedule, every.at[np.asarray(schedule.anchors)].set(sizes), skip_cost=share,
+        evals_per_step=sampler.evals_per_step,
+    )
+
+
+_STATIC = ("denoiser", "sampler", "forecaster", "site", "cfg_channels", "return_trajectory",
+           "return_stats")
 _run = jax.jit(_cached_sample, static_argnames=_STATIC)
 _run_donating = jax.jit(_cached_sample, static_argnames=_STATIC, donate_argnames=("x",))
 
@@ -189,6 +227,7 @@ def cached_sample(
     cache_dtype: Any = None,
     key: jax.Array | None = None,
     return_trajectory: bool = False,
+    return_stats: bool = False,
     donate_x: bool = False,
 ) -> Any:
     r"""Sample with the model called at the plan's anchors only.
@@ -226,10 +265,11 @@ def cached_sample(
         :class:`~fadex.caching.Forecaster`, and times that are traced, are not checked.
       cache_dtype: dtype of the snapshots, e.g. bfloat16; sums run in float32.
       return_trajectory: also return all states ``[S + 1, B, ...]``.
+      return_stats: also return :class:`~fadex.caching.CacheStats`; keeps one more feature.
       donate_x: give up the buffer of ``x`` to the program.
 
     Returns:
-      ``x`` at the last time, or ``(x, trajectory)``.
+      ``x`` at the last time; with the flags a tuple ``(x, trajectory, stats)`` of what was asked.
 
     Raises:
       ValueError: a bad argument, by name, when tracing; ``plan`` when it forecasts over an end
@@ -282,11 +322,20 @@ def cached_sample(
         table=(), schedule=forecaster.schedule._replace(breaks=())
     )
     run = _run_donating if donate_x and is_concrete(x) else _run
-    return run(
-        params, jnp.asarray(x), cond, null_cond, times, guidance, interval,
-        forecaster.table, slots, key, denoiser=denoiser, sampler=sampler, forecaster=program,
-        site=site, cfg_channels=cfg_channels, return_trajectory=return_trajectory,
+    x = jnp.asarray(x)
+    static = dict(denoiser=denoiser, sampler=sampler, forecaster=program, site=site,
+                  cfg_channels=cfg_channels)
+    shapes = shapes_of(
+        (params, x, cond, null_cond, times[0], guidance, interval, forecaster.table)
     )
+    out, trajectory, sizes = run(
+        params, x, cond, null_cond, times, guidance, interval, forecaster.table, slots, key,
+        return_trajectory=return_trajectory, return_stats=return_stats, **static,
+    )
+    found = (out,) + ((trajectory,) if return_trajectory else ())
+    if return_stats:
+        found += (_anchor_stats(sizes, shapes, **static),)
+    return found if len(found) > 1 else out
 
 
 def _history_of(forecaster: Forecaster) -> int:

@@ -217,6 +217,18 @@ def measure_speedup(
     return Speedup(before, after, before / after)
 
 
+def fold_branches(sizes: jax.Array, batch: int) -> jax.Array:
+    """``[..., 2B]`` of both guidance branches as ``[..., B]``, the larger of the two."""
+    if sizes.ndim < 2 or sizes.shape[-1] != 2 * batch:
+        return sizes
+    return sizes.reshape(*sizes.shape[:-1], 2, batch).max(-2)
+
+
+def shapes_of(tree: Any) -> Any:
+    """The tree with shapes and dtypes in place of arrays (and numbers)."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+
+
 def matmul_flops(fn: Callable[..., Any], *args: Any) -> float:
     """Floating point operations of the matrix products in ``fn(*args)``, found by tracing.
 
