@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from fadex.core import Denoiser
-from fadex.models import load_digits_dit
+from fadex.models import DiT, DiTConfig, from_nnx, load_digits_dit
 
 
 class Counter:
@@ -53,3 +54,16 @@ def gaussian():
 @pytest.fixture(scope="session")
 def digits():
     return load_digits_dit()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A two-block DiT with all parameters random: ``(denoiser, params, x, labels, null)``."""
+    config = DiTConfig(depth=2, width=16, num_heads=2, in_channels=2, num_classes=5,
+                       scan_layers=True)
+    denoiser, params = from_nnx(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)  # drawn on the host: nothing to compile
+    draw = lambda a: jnp.asarray(rng.normal(size=a.shape) * 0.25, a.dtype)
+    params = jax.tree.map(draw, params)
+    x = jax.random.normal(jax.random.key(2), (3, 4, 4, 2))
+    return denoiser, params, x, jnp.array([0, 3, 4]), jnp.full(3, 5)

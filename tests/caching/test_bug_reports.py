@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fadex.caching import cached_sample, make_plan, reuse, taylorseer, uniform_schedule
+from fadex.caching import (
+    adaptive_sample,
+    cached_sample,
+    make_plan,
+    reuse,
+    taylorseer,
+    teacache,
+    uniform_schedule,
+)
 from fadex.core import Denoiser
 from fadex.sampling import sample, uniform_times
 
@@ -111,3 +119,26 @@ def test_skipped_steps_stay_skipped_under_vmap(counted):
     counter, denoiser = counted
     call = lambda x: cached_sample(denoiser, jnp.float32(1), x, None, timesteps=TIMES, plan=PLAN)
     assert counter.count(jax.vmap(call), noise(5, 2, 6)) == PLAN.schedule.nfe
+
+
+def test_memory_does_not_depend_on_how_long_or_where_a_policy_is_active():
+    """huggingface/diffusers#13497: a stale activation was kept outside the active range."""
+    x = noise(1, 64, 64, 16)
+
+    def memory(steps, **kwargs):
+        call = jax.jit(lambda x: adaptive_sample(
+            DENOISER, jnp.float32(1.0), x, None, timesteps=uniform_times(steps),
+            policy=teacache(0.1, signal="latent"), **kwargs))
+        analysis = call.lower(x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+    base, small = memory(12), 16 * 1024  # tables of the steps grow, by a few numbers each
+    assert abs(memory(96) - base) <= small
+    assert abs(memory(12, warmup=10, cooldown=2) - base) <= small  # active nowhere
+    # Nothing outlives the program: no function of ours holds an array afterwards.
+    run = functools.partial(adaptive_sample, DENOISER, jnp.float32(1.0), timesteps=TIMES,
+                            policy=teacache(0.1, signal="latent"), cond=None)
+    jax.block_until_ready(run(x))
+    before = sum(a.nbytes for a in jax.live_arrays())
+    jax.block_until_ready(run(x))
+    assert sum(a.nbytes for a in jax.live_arrays()) <= before
