@@ -74,14 +74,25 @@ def digits_judge() -> tuple[Callable[[Any], np.ndarray], float]:
     return judge, float(np.mean(classify(test.images) == test.labels))
 
 
-def stage_count(methods: Sequence[str], intervals: int, guidances: int, sites: int,
+def stage_count(methods: Sequence[str], intervals: int, guidances: int, sites: Sequence[str],
                 repeats: int) -> int:
     """How often :func:`fadex.caching.compare.compare` calls ``on_run``."""
-    from fadex.caching.compare import GRID_METHODS
+    from fadex.caching.compare import method_sites
 
-    coarse = sum(name in GRID_METHODS for name in methods)
-    programs = 1 + intervals * (coarse + (len(methods) - coarse) * sites)
+    programs = 1 + intervals * sum(len(method_sites(name, sites)) for name in methods)
     return guidances * (2 * programs + repeats)
+
+
+def methods_for(names: Sequence[str], sampler: str, sites: Sequence[str]) -> list[str]:
+    """``all`` as the methods that run on this sampler at these sites; other names as they are."""
+    from fadex.caching.compare import ALL_METHODS, GRID_METHODS, method_sites
+    from fadex.caching.methods import supports
+
+    if "all" not in names:
+        return list(names)
+    solver = GRID_METHODS[sampler]()
+    every = [name for name in ALL_METHODS if supports(name, solver) and method_sites(name, sites)]
+    return list(dict.fromkeys([*every, *(name for name in names if name != "all")]))
 
 
 def clean_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -265,7 +276,7 @@ def draw_digits(
     import jax.numpy as jnp
 
     from fadex.caching import cached_sample, uniform_schedule
-    from fadex.caching.compare import GRID_METHODS, method_plan
+    from fadex.caching.compare import GRID_METHODS, build_method
     from fadex.sampling import sample, uniform_times
 
     task = digits_task(checkpoint, len(labels), seed, profile_samples)
@@ -281,18 +292,37 @@ def draw_digits(
             steps = max(nfe // solver.evals_per_step, 1)
         images = sample(*batch, timesteps=uniform_times(steps), sampler=solver, **shared)
         computed = f"all {steps} steps computed"
-    else:
+    elif table is not None:
         run = dict(timesteps=uniform_times(steps), sampler=solver, site=site)
-        if table is None:
-            plan = method_plan(method, schedule, task, guidance=guidance, **run)
-        else:
-            plan = _table_plan(table, schedule, guidance=guidance, params=task.params, **run)
+        plan = _table_plan(table, schedule, guidance=guidance, params=task.params, **run)
         images = cached_sample(*batch, plan=plan, **run, **shared)
         computed = f"{schedule.nfe} of {steps} steps computed"
+    else:
+        place = _place(method, site, solver, sampler)
+        built = build_method(
+            method, schedule, task, timesteps=uniform_times(steps), sampler=solver, site=place,
+            guidance=guidance,
+        )
+        images = built.run()
+        stages = solver.evals_per_step - 1
+        computed = f"{built.nfe - stages * steps} of {steps} steps computed"
     images = np.asarray(images)
     if not np.all(np.isfinite(images)):
         raise ValueError("guidance: gives samples that are not finite with this checkpoint")
     return images, computed
+
+
+def _place(method, site, solver, sampler):
+    """The site of a method, which may have one of its own; errors name the options."""
+    from fadex.caching.compare import method_sites
+    from fadex.caching.methods import supports
+
+    if not supports(method, solver):
+        raise ValueError(f"sampler: {method} does not run on top of {sampler!r}")
+    places = method_sites(method, (site,))
+    if not places:
+        raise ValueError(f"site: {method} does not cache at {site!r}")
+    return places[0]
 
 
 def _table_plan(path, schedule, *, timesteps, sampler, site, guidance, params):

@@ -26,8 +26,11 @@ _COLOURS = {
     "ab2": "#009E73",
     "reuse": "#7F7F7F",
     "lsq": "#CC79A7",
+    "fuca_fit": "#A50026",
+    "fuca": "#E69F00",
+    "bezicast": "#56B4E9",
 }
-_OTHERS = ("#E69F00", "#56B4E9", "#8C564B", "#9467BD", "#BCBD22", "#17BECF", "#1F3B73", "#AA3377")
+_OTHERS = ("#8C564B", "#9467BD", "#BCBD22", "#17BECF", "#1F3B73", "#AA3377")
 _NAMES = {
     "full": "Full run",
     "reuse": "Reuse",
@@ -39,10 +42,30 @@ _NAMES = {
     "hicache1": "HiCache-1",
     "hicache2": "HiCache-2",
     "foca": "FoCa",
+    "dmd": "DMD",
     "lsq": "Least squares",
     "fade": "FADE",
     "fade_open": "FADE, open loop",
     "fade_amplitude": "FADE, amplitude",
+    "bezicast": "BeziCast",
+    "bezicast_bare": "BeziCast, no guard",
+    "bezicast_state": "BeziCast, guard on features",
+    "fuca": "FuCa",
+    "fuca_x0": "FuCa, x0",
+    "fuca_none": "FuCa, velocity as it is",
+    "fuca_fade": "FuCa on FADE",
+    "fuca_fade_x0": "FuCa on FADE, x0",
+    "fuca_fit": "FuCa, profiled",
+    "teacache": "TeaCache",
+    "teacache_taylor": "TeaCache, Taylor-1",
+    "dbcache": "First-block cache",
+    "dbcache_taylor": "First-block cache, Taylor-1",
+    "magcache": "MagCache",
+    "toca": "ToCa",
+    "taylor1_placed": "TaylorSeer-1, placed",
+    "fade_placed": "FADE, placed",
+    "fuca_placed": "FuCa, profiled, placed",
+    "ab2_placed": "AB2, placed grid",
     "ab2": "AB2, coarse grid",
     "dpmpp_2m": "DPM-Solver++(2M), coarse grid",
     "euler": "Euler, coarse grid",
@@ -221,55 +244,77 @@ def grid_picture(images: np.ndarray, labels: Sequence[int], title: str) -> Any:
     return figure
 
 
-def tradeoff_picture(
-    rows: Sequence[Mapping[str, Any]], sites: Sequence[str], coarse: Sequence[str]
-) -> Any:
-    """Relative error against model evaluations, a panel for each guidance and site.
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points ``(speed-up, error)`` that no other point beats in both, by rising speed-up."""
+    front: list[tuple[float, float]] = []
+    for speed, error in sorted(points, key=lambda p: (-p[0], p[1])):
+        if not front or error < front[-1][1]:
+            front.append((speed, error))
+    return front[::-1]
+
+
+def tradeoff_picture(rows: Sequence[Mapping[str, Any]], sites: Sequence[str]) -> Any:
+    """Relative error against speed-up ``S / NFE``, a panel for each guidance and site.
+
+    Methods that cache in a place of their own, and coarse grids, stand in every panel. The broad
+    line is the Pareto front of the panel.
 
     Args:
       rows: of :func:`fadex.caching.compare.compare`.
-      sites: what was cached; the methods in ``coarse`` have no site and stand in every panel.
+      sites: what was cached.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    rows = [row for row in rows if row["method"] != "full"]
+    from fadex.caching.compare import method_sites
+
+    rows = [row for row in rows if row["method"] != "full" and row["rel_error"]]
     guidances = list(dict.fromkeys(row["guidance"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     styles = _styles(methods)
     panels = [(guidance, site) for guidance in guidances for site in sites]
     across = len(sites) if len(sites) > 1 else min(len(panels), 3)
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(4.4 * across + 2.2, 3.8 * down), layout="constrained")
+    height = max(3.8 * down, 0.21 * len(methods) + 0.8)
+    figure = Figure(figsize=(4.4 * across + 2.6, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     grid = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels):]:
         axes.set_visible(False)
     handles = {}
     for axes, (guidance, site) in zip(grid.flat, panels):
+        every = []
         for method in methods:
+            places = method_sites(method, (site,))
             points = sorted(
-                (row["nfe"], row["rel_error"]) for row in rows
+                (row["ideal_speedup"], row["rel_error"]) for row in rows
                 if row["method"] == method and row["guidance"] == guidance
-                and (row["site"] == site or method in coarse) and row["rel_error"]
+                and row["site"] in places
             )
+            every += points
             if points:
                 colour, mark = styles[method]
                 (handles[method],) = axes.plot(
-                    *zip(*points), color=colour, marker=mark, ms=5, lw=1.6
+                    *zip(*points), color=colour, marker=mark, ms=4.5, lw=1.3
                 )
+        if every:
+            (handles["front"],) = axes.plot(
+                *zip(*pareto_front(every)), color="0.8", lw=7, zorder=0, solid_capstyle="round"
+            )
         axes.set_yscale("log")
         axes.set_title(f"guidance {guidance:g}, cached: {site}", fontsize=10)
-        axes.set_xlabel("model evaluations")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("speed-up, steps / evaluations")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         axes.grid(color="0.9", which="major")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error to the full run")
+    names = {"front": "Pareto front"}
     figure.legend(
-        list(handles.values()), [method_title(method) for method in handles],
-        loc="outside right center", frameon=False, fontsize=9,
+        list(handles.values()), [names.get(name, method_title(name)) for name in handles],
+        loc="outside right center", frameon=False, fontsize=8,
     )
     return figure
 

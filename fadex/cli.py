@@ -25,7 +25,11 @@ SAMPLERS = ("euler", "ab2", "dpmpp_2m", "heun")
 SITES = ("output", "crf", "module")
 METHODS = (
     "reuse", "taylor1", "taylor2", "taylor3", "newton2", "newton3", "hicache1", "hicache2",
-    "foca", "lsq", "fade", "fade_open", "fade_amplitude", "ab2", "dpmpp_2m", "euler", "heun",
+    "foca", "dmd", "lsq", "fade", "fade_open", "fade_amplitude", "bezicast", "bezicast_bare",
+    "bezicast_state", "fuca", "fuca_x0", "fuca_none", "fuca_fade", "fuca_fade_x0", "fuca_fit",
+    "teacache", "teacache_taylor", "dbcache", "dbcache_taylor", "magcache", "toca",
+    "taylor1_placed", "fade_placed", "fuca_placed", "ab2_placed",
+    "ab2", "dpmpp_2m", "euler", "heun",
 )
 FADE_METHODS = ("fade", "fade_open", "fade_amplitude")
 
@@ -300,7 +304,7 @@ def demo(
         write_picture,
     )
 
-    total = 6 + stage_count(shown, len(numbers), 1, 1, repeats)
+    total = 6 + stage_count(shown, len(numbers), 1, ("output",), repeats)
     with stages(total) as stage:
         result = run_demo(
             checkpoint=checkpoint, samples=samples, steps=steps, intervals=numbers,
@@ -338,9 +342,9 @@ def demo(
 @app.command(cls=_Command)
 def compare(
     methods: Annotated[str, typer.Option(
-        "--methods", metavar="LIST", help=f"Methods, separated by commas, out of "
-        f"{', '.join(METHODS)}. The last {len(SAMPLERS)} are plain samplers, which spend the same "
-        "evaluations on a coarser grid.")] = "reuse,taylor1,ab2,fade",
+        "--methods", metavar="LIST", help=f"Methods, separated by commas: 'all' (every method in "
+        f"its best form), or some of {', '.join(METHODS)}. The last {len(SAMPLERS)} are plain "
+        "samplers, which spend the same evaluations on a coarser grid.")] = "reuse,taylor1,ab2,fade",
     intervals: Intervals = "4,6",
     guidance: Annotated[str, typer.Option(
         "--guidance", metavar="LIST", help="Classifier-free guidance values, separated by commas; "
@@ -360,10 +364,10 @@ def compare(
         "--json", metavar="FILE", show_default="no file", help="Write the rows as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(
         "--plot", metavar="FILE.png", show_default="no picture",
-        help="Draw error against evaluations.")] = None,
+        help="Draw error against speed-up.")] = None,
 ) -> None:
     """Compare caching methods at equal model evaluations, on the same noise."""
-    names = _names("--methods", methods, METHODS)
+    names = _names("--methods", methods, ("all", *METHODS))
     numbers = _numbers("--intervals", intervals, int, 1, _MOST_STEPS)
     guidances = _numbers("--guidance", guidance, float)
     places = _names("--sites", sites, SITES)
@@ -371,7 +375,7 @@ def compare(
     _output("--plot", plot, ".png")
     _checkpoint_exists(checkpoint)
 
-    from fadex._demo import clean_rows, digits_judge, digits_task, stage_count
+    from fadex._demo import clean_rows, digits_judge, digits_task, methods_for, stage_count
     from fadex._pictures import (
         ROWS_LEGEND,
         console,
@@ -385,9 +389,10 @@ def compare(
     from fadex.caching.compare import GRID_METHODS
     from fadex.caching.compare import compare as run_compare
 
+    names = methods_for(names, sampler, places)
     task = digits_task(checkpoint, samples, seed, profile_samples)
     judge, _ = digits_judge()
-    total = stage_count(names, len(numbers), len(guidances), len(places), repeats)
+    total = stage_count(names, len(numbers), len(guidances), places, repeats)
     with stages(total) as stage:
         rows = run_compare(
             task, methods=names, intervals=numbers, guidances=guidances, sites=places,
@@ -398,7 +403,7 @@ def compare(
     if json_file is not None:
         write_json(json_file, rows)
     if plot is not None:
-        write_picture(plot, tradeoff_picture(rows, places, tuple(GRID_METHODS)))
+        write_picture(plot, tradeoff_picture(rows, places))
     screen = console()
     print_table(screen, rows_table(rows, str))
     screen.print(ROWS_LEGEND)

@@ -42,6 +42,7 @@ from fadex.caching.plan import (
 )
 from fadex.caching.presets import Preset, preset, profile_preset, run_preset
 from fadex.caching.profile import GramProfile, Replay, profile_gram, replay
+from fadex.caching.profile_schedule import profile_schedule
 from fadex.caching.reuse import reuse
 from fadex.caching.sampling import cached_sample
 from fadex.caching.schedule import CacheSchedule, custom_schedule, uniform_schedule
@@ -113,6 +114,7 @@ __all__ = [
     "profile_magcache",
     "profile_preset",
     "profile_revision",
+    "profile_schedule",
     "replay",
     "reuse",
     "run_preset",

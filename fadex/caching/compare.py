@@ -11,111 +11,50 @@ for images in ``[-1, 1]``. Times are medians of interleaved runs after compilati
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fadex.caching.fade_table import fade_plan, profile_fade
-from fadex.caching.foca import foca
-from fadex.caching.hicache import hicache
-from fadex.caching.least_squares import profile_least_squares
-from fadex.caching.newton import newton
-from fadex.caching.plan import ForecastPlan, make_plan
-from fadex.caching.reuse import reuse
-from fadex.caching.sampling import cached_sample
-from fadex.caching.schedule import CacheSchedule, uniform_schedule
-from fadex.caching.taylor import taylorseer
+from fadex.caching.methods import (
+    ALL_METHODS,
+    GRID_METHODS,
+    METHOD_NAMES,
+    PROFILED,
+    Task,
+    build_method,
+    check_method,
+    conditioned_task,
+    label_task,
+    method_plan,
+    method_sites,
+    supports,
+)
+from fadex.caching.schedule import uniform_schedule
 from fadex.core.checks import check_int
-from fadex.core.denoiser import Denoiser
 from fadex.sampling.grids import uniform_times
 from fadex.sampling.run import sample
-from fadex.sampling.samplers import Sampler, ab2, dpmpp_2m, flow_euler, flow_heun
+from fadex.sampling.samplers import Sampler, flow_euler
 
-GRID_METHODS: dict[str, Callable[[], Sampler]] = {
-    "ab2": ab2,
-    "dpmpp_2m": dpmpp_2m,
-    "euler": flow_euler,
-    "heun": flow_heun,
-}
-_RULES: dict[str, Callable[..., Any]] = {
-    "taylor": taylorseer,
-    "newton": newton,
-    "hicache": hicache,
-}
-PROFILED: dict[str, dict[str, Any]] = {
-    "fade": {},
-    "fade_open": {"mode": "open"},
-    "fade_amplitude": {"amplitude": True},
-    "lsq": {},
-}
-METHOD_NAMES = (
-    "reuse", "taylor1", "taylor2", "taylor3", "newton2", "newton3", "hicache1", "hicache2",
-    "foca", "lsq", "fade", "fade_open", "fade_amplitude", *GRID_METHODS,
-)
-
-
-class Task(NamedTuple):
-    """A model with the noise and conditions to compare on.
-
-    Attributes:
-      denoiser, params: the model.
-      x, cond, null_cond: test noise ``[B, ...]``, its conditions, and the null conditions.
-      profile_x, profile_cond: other noise and conditions, for offline profiling.
-      profile_null: null conditions of the profiling batch.
-    """
-
-    denoiser: Denoiser
-    params: Any
-    x: jax.Array
-    cond: Any
-    null_cond: Any
-    profile_x: jax.Array
-    profile_cond: Any
-    profile_null: Any
-
-
-def check_method(name: str) -> str:
-    """Return ``name`` when :func:`compare` knows it; raise ValueError naming all methods."""
-    if name not in METHOD_NAMES:
-        raise ValueError(f"methods: expected some of {', '.join(METHOD_NAMES)}, got {name!r}")
-    return name
-
-
-def method_plan(
-    name: str,
-    schedule: CacheSchedule,
-    task: Task,
-    *,
-    timesteps: Any,
-    sampler: Sampler,
-    site: str = "output",
-    guidance: float = 1.0,
-) -> ForecastPlan:
-    """The plan of a caching method by name, profiled on the task's profiling batch if needed."""
-    check_method(name)
-    if name in GRID_METHODS:
-        raise ValueError(f"methods: {name!r} is a coarse grid, not a forecaster")
-    if name in PROFILED:
-        arguments = dict(
-            timesteps=timesteps, schedule=schedule, sampler=sampler, site=site,
-            guidance=guidance, null_cond=task.profile_null, **PROFILED[name],
-        )
-        batch = (task.denoiser, task.params, task.profile_x, task.profile_cond)
-        if name == "lsq":
-            return profile_least_squares(*batch, **arguments)
-        return fade_plan(profile_fade(*batch, **arguments))
-    if name == "reuse":
-        return make_plan(schedule, reuse())
-    if name == "foca":
-        return make_plan(schedule, foca())
-    family, order = re.fullmatch(r"([a-z]+)(\d)", name).groups()
-    return make_plan(schedule, _RULES[family](int(order)))
+__all__ = [
+    "ALL_METHODS",
+    "GRID_METHODS",
+    "METHOD_NAMES",
+    "PROFILED",
+    "Task",
+    "build_method",
+    "check_method",
+    "compare",
+    "conditioned_task",
+    "label_task",
+    "method_plan",
+    "method_sites",
+    "psnr",
+    "relative_error",
+]
 
 
 def relative_error(x: Any, reference: Any) -> np.ndarray:
@@ -157,7 +96,9 @@ def compare(
       task: model, test and profiling batches.
       methods: names out of :data:`METHOD_NAMES`. Coarse grids (``ab2``, ``dpmpp_2m``, ...)
         spend the evaluations of the interval's schedule on a uniform grid of their own; they
-        have no site and appear once per interval.
+        have no site and appear once per interval. Adaptive policies get the same evaluations as
+        a budget (their thresholds are calibrated on the profiling batch) and cache in a place
+        of their own.
       intervals, guidances, sites: the grid of settings.
       num_steps: steps of the full run.
       warmup: computed steps at the start of a schedule.
@@ -176,11 +117,18 @@ def compare(
       (``method="full"``, ``interval=1``).
 
     Raises:
-      ValueError: an unknown method, or a bad count.
+      ValueError: an unknown method, one that the model or the sampler does not support, or a
+        bad count.
     """
     sampler = flow_euler() if sampler is None else sampler
     for name in methods:
         check_method(name)
+        if not supports(name, sampler):
+            raise ValueError(f"methods: {name!r} does not run on top of this sampler")
+        if not method_sites(name, sites, task.denoiser):
+            raise ValueError(
+                f"methods: {name!r} does not cache at {', '.join(sites)} in this model"
+            )
     repeats = check_int("repeats", repeats, minimum=1)
     rows = []
     for guidance in guidances:
@@ -216,16 +164,14 @@ def _prepare(task, methods, intervals, guidance, sites, num_steps, warmup, sampl
             if method in GRID_METHODS:
                 runs.append(_grid_run(row, batch, shared, method, interval, nfe))
                 continue
-            for site in sites:
+            for site in method_sites(method, sites, task.denoiser):
                 described = row(method, interval, site, nfe)
-                plan = method_plan(
+                built = build_method(
                     method, schedule, task, timesteps=timesteps, sampler=sampler, site=site,
                     guidance=float(guidance),
                 )
-                call = lambda plan=plan, site=site: cached_sample(
-                    *batch, timesteps=timesteps, sampler=sampler, plan=plan, site=site, **shared
-                )
-                runs.append(_Run(described, call))
+                described.update(nfe=built.nfe, ideal_speedup=evals / built.cost)
+                runs.append(_Run(described, built.run))
     return runs
 
 
@@ -271,30 +217,3 @@ def _measure(runs, repeats, classify, keep_samples, on_run):
             row["samples"] = x
         rows.append(row)
     return rows
-
-
-def label_task(
-    denoiser: Denoiser,
-    params: Any,
-    *,
-    shape: tuple[int, ...],
-    num_classes: int,
-    samples: int,
-    seed: int,
-    profile_samples: int = 16,
-) -> Task:
-    """A :class:`Task` for a class-conditional model: labels in turn, fresh noise by seed.
-
-    Profiling noise comes from another stream than test noise, whatever the seed.
-    """
-    samples = check_int("samples", samples, minimum=1)
-    profile_samples = check_int("profile_samples", profile_samples, minimum=1)
-    key, profile_key = jax.random.split(jax.random.key(seed))
-    labels = lambda count: jnp.arange(count, dtype=jnp.int32) % num_classes
-    null = lambda count: jnp.full((count,), num_classes, jnp.int32)
-    return Task(
-        denoiser, params,
-        jax.random.normal(key, (samples, *shape)), labels(samples), null(samples),
-        jax.random.normal(profile_key, (profile_samples, *shape)), labels(profile_samples),
-        null(profile_samples),
-    )

@@ -87,6 +87,7 @@ def test_the_folded_rows_equal_the_steps_written_out(schedule):
     for order, rule in ((1, taylorseer(1)), (2, taylorseer(2)), (3, newton(2))):
         x, states = fuca_sample(
             CURVED, ONE, X, None, timesteps=times, schedule=schedule, corrector_order=order,
+            revise="x0",
             predictor=make_plan(schedule, rule), return_trajectory=True,
         )
         expected = written_out(X, np.asarray(times, np.float64), schedule, CURVED_NUMPY, order,
@@ -95,6 +96,7 @@ def test_the_folded_rows_equal_the_steps_written_out(schedule):
         np.testing.assert_allclose(x, expected[-1], rtol=2e-4, atol=2e-5)
         short = fuca_sample(
             CURVED, ONE, X, None, timesteps=times, schedule=schedule, corrector_order=order,
+            revise="x0",
             predictor=make_plan(schedule, rule),
         )
         np.testing.assert_allclose(short, x, rtol=1e-5, atol=1e-6)
@@ -177,7 +179,8 @@ def test_noise_predictions_follow_ddim_and_are_revised_by_one_over_sigma():
         return params * jnp.sqrt(1 - a) * x / (a / 4 + 1 - a)
 
     denoiser = Denoiser(apply)
-    ours = fuca_sample(denoiser, ONE, X, None, timesteps=times, schedule=schedule, sampler=ddim())
+    ours = fuca_sample(denoiser, ONE, X, None, timesteps=times, schedule=schedule, sampler=ddim(),
+                       revise="x0")
     expected = written_out(X, times, schedule, exact, slope=lambda t: 1 / sigma(t), step=step)
     np.testing.assert_allclose(ours, expected[-1], rtol=2e-3, atol=1e-4)
     full = sample(denoiser, ONE, X, None, timesteps=times, sampler=ddim())
