@@ -344,7 +344,8 @@ def compare(
     methods: Annotated[str, typer.Option(
         "--methods", metavar="LIST", help=f"Methods, separated by commas: 'all' (every method in "
         f"its best form), or some of {', '.join(METHODS)}. The last {len(SAMPLERS)} are plain "
-        "samplers, which spend the same evaluations on a coarser grid.")] = "reuse,taylor1,ab2,fade",
+        "samplers, which spend the same evaluations on a coarser grid.",
+    )] = "reuse,taylor1,ab2,fade",
     intervals: Intervals = "4,6",
     guidance: Annotated[str, typer.Option(
         "--guidance", metavar="LIST", help="Classifier-free guidance values, separated by commas; "

@@ -119,7 +119,7 @@ def profile_schedule(
       >>> late = Denoiser(lambda params, x, t, cond: params * jnp.exp(-20 * t)[:, None] + 0 * x)
       >>> profile_schedule(late, jnp.float32(1.0), jnp.ones((2, 4)), None,
       ...                  timesteps=uniform_times(20), nfe=7).anchors
-      (0, 9, 12, 14, 16, 18, 19)
+      (0, 11, 14, 16, 17, 18, 19)
     """
     sampler = flow_euler() if sampler is None else sampler
     check_choice("kind", kind, ("forecast", "interpolate"))
