@@ -1,12 +1,14 @@
 """Benchmark of feature caching on the digits DiT and on DiT-S/2.
 
-    python benchmarks/caching.py                 # everything, about 20 minutes on two cores
+    python benchmarks/caching.py                 # everything, about an hour on two cores
     python benchmarks/caching.py --only table    # one part
 
 Parts: ``table`` (errors at equal evaluations, site output), ``module`` (inside the model),
 ``samplers`` (FADE on top of AB2 and DPM-Solver++), ``stability`` (size of the profiling
 batch), ``ablation`` (what in FADE makes the difference), ``wall`` (measured against ideal
-speed-up on DiT-S/2).
+speed-up on DiT-S/2), and those of ``benchmarks/field.py``: ``field`` (every method, DiT and
+MMDiT), ``bars`` (BeziCast and FuCa), ``headline`` (largest speed-up within a tolerance),
+``memory`` (bytes cached at each site), ``compile`` (compile times).
 
 Errors are relative to the full 50-step run. Three models are trained from different seeds
 (kept in ``benchmarks/.cache``); profiling and test noise are fresh for each. Intervals are
@@ -22,6 +24,7 @@ import statistics
 import time
 from pathlib import Path
 
+import field
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -348,6 +351,7 @@ def _time_pairs(name, denoiser, params, x, cond, interval, count):
 
 
 PARTS = {
+    **field.PARTS,
     "table": part_table,
     "module": part_module,
     "samplers": part_samplers,
@@ -373,7 +377,7 @@ def main():
     if unknown:
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
     tasks = []
-    if set(names) - {"wall"}:
+    if set(names) - {"wall", "memory", "compile"}:
         tasks = [make_task(seed, args) for seed in range(args.train_seeds)]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in names:
