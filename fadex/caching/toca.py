@@ -175,7 +175,7 @@ def toca_sample(
       ...                        timesteps=uniform_times(8), schedule=uniform_schedule(8, 4),
       ...                        return_stats=True)
       >>> int(stats.nfe), round(stats.skip_cost, 2)
-      (5, 0.18)
+      (5, 0.15)
     """
     sampler = flow_euler() if sampler is None else sampler
     schedule.validate()

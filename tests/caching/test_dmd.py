@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fadex.caching import StepInfo, cached_sample, dmd, make_plan, taylorseer, uniform_schedule
+from fadex.caching.dmd import fit_roots, root_weights
 from fadex.caching.plan import ring_slots
 from fadex.core import Denoiser
 from fadex.sampling import uniform_times
@@ -156,6 +157,18 @@ def test_modules_have_fits_of_their_own(tiny):
         site="module", return_stats=True,
     )
     assert bool(jnp.isfinite(out).all()) and int(stats.nfe) == schedule.nfe
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_fit_lowers_for_accelerators(platform):
+    # No eigenvalue solver in it: those exist on CPUs only.
+    def fit(gram, count, tau):
+        return root_weights(*fit_roots(gram, count, 2), tau)
+
+    shapes = (jax.ShapeDtypeStruct((3, 7, 7), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32),
+              jax.ShapeDtypeStruct((), jnp.float32))
+    assert jax.export.export(jax.jit(jax.vmap(fit, (0, None, None))), platforms=[platform])(
+        jax.ShapeDtypeStruct((2, 3, 7, 7), jnp.float32), *shapes[1:])
 
 
 def test_errors_name_the_argument(gaussian):
