@@ -305,6 +305,70 @@ def test_compare_writes_a_list_of_rows_with_exactly_the_keys(compared):
     ]
 
 
+def test_all_stands_for_every_method_that_runs_there():
+    from fadex._demo import methods_for
+    from fadex.caching.compare import ALL_METHODS, METHOD_NAMES
+
+    assert set(ALL_METHODS) <= set(METHOD_NAMES)
+    assert methods_for(["all"], "euler", ["output"]) == list(ALL_METHODS)
+    assert methods_for(["all", "fuca_none", "fade"], "euler", ["output"]) == [
+        *ALL_METHODS, "fuca_none"
+    ]
+    assert methods_for(["reuse"], "ab2", ["crf"]) == ["reuse"]
+    on_top = methods_for(["all"], "ab2", ["output"])
+    assert "fuca" not in on_top and "fuca_placed" not in on_top and "fade" in on_top
+    inside = methods_for(["all"], "euler", ["module"])
+    assert "fuca" not in inside and "toca" in inside and "ab2" in inside
+
+
+def test_the_pareto_front_is_what_nothing_beats():
+    from fadex._pictures import pareto_front, tradeoff_picture
+
+    rng = np.random.default_rng(0)
+    points = [(float(a), float(b)) for a, b in rng.integers(1, 9, (40, 2))]
+    beaten = lambda p: any(
+        q[0] >= p[0] and q[1] <= p[1] and q != p for q in points
+    )
+    assert pareto_front(points) == sorted({p for p in points if not beaten(p)})
+    rows = [
+        dict(method=m, guidance=g, site=site, ideal_speedup=s, rel_error=e)
+        for g in (1.0, 3.0)
+        for m, site, s, e in [
+            ("fade", "output", 2.0, 0.01), ("fade", "output", 4.0, 0.03),
+            ("fade", "crf", 2.0, 0.012), ("teacache", "crf", 3.0, 0.02),
+            ("ab2", "output", 4.0, 0.02), ("full", "output", 1.0, 0.0),
+        ]
+    ]
+    figure = tradeoff_picture(rows, ["output", "crf"])
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(panels) == 4
+    # Each panel: FADE there, TaylorSeer's rivals with places of their own, and the front.
+    drawn = [line.get_xydata().tolist() for line in panels[0].lines]
+    assert [[2.0, 0.01], [4.0, 0.03]] in drawn and [[3.0, 0.02]] in drawn
+    assert [[2.0, 0.01], [4.0, 0.02]] in drawn
+    assert [[2.0, 0.012]] in [line.get_xydata().tolist() for line in panels[1].lines]
+
+
+def test_methods_that_do_not_run_there_are_named(tmp_path):
+    message = fail("compare", "--methods", "fuca", "--sampler", "ab2", *SMALL)
+    assert "'fuca' does not run on top of this sampler" in message
+    message = fail("compare", "--methods", "fuca", "--sites", "module", *SMALL)
+    assert "'fuca' does not cache at module" in message
+    out = ("--out", tmp_path / "x.png")
+    message = fail("sample", "--method", "fuca", "--sampler", "heun", *out, *SMALL)
+    assert "--sampler" in message and "fuca does not run on top of 'heun'" in message
+    message = fail("sample", "--method", "fuca_fit", "--site", "crf", *out, *SMALL)
+    assert "--site" in message and "fuca_fit does not cache at 'crf'" in message
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_sample_draws_with_a_method_that_has_a_loop_of_its_own(tmp_path):
+    file = tmp_path / "fuca.png"
+    result = succeed("sample", "--method", "fuca", "--out", file, "--interval", "3", *SMALL)
+    assert "FuCa: 6 of 10 steps computed" in result.stdout
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 def test_compare_depends_on_the_seed_and_on_nothing_else(compared):
     errors = {
         name: [row["rel_error"] for row in strict_json(file)]
