@@ -16,7 +16,13 @@ Sites for feature caching (``with_features`` / ``from_features``):
 * ``"crf"``: cumulative residual :math:`h_L - h_0`, ``[B, N, D]``;
 * ``"module"``: the outputs of every attention and MLP before their gates,
   ``[2L, B, N, D]`` in the order ``block0/attn, block0/mlp, block1/attn, ...``. The gates come
-  from the current time, also at skipped steps.
+  from the current time, also at skipped steps;
+* ``"attention"``: the attention that each token receives, ``[L, B, N]`` float32, the mean over
+  heads and the sum over queries (the mean over tokens is 1). A score for token-wise caching,
+  nothing that a pass could start from.
+
+Adaptive policies use ``begin`` / ``finish`` / ``resume`` (a pass that stops after some blocks),
+``modulated`` and ``refresh``; see :mod:`fadex.core.denoiser`.
 """
 
 from __future__ import annotations
@@ -149,6 +155,39 @@ class DiTBlock(nnx.Module):
         columns = self.modulation.columns
         return jnp.stack([columns(c, 2 * width, 3 * width), columns(c, 5 * width, 6 * width)])
 
+    def attention_input(self, h: jax.Array, c: jax.Array) -> jax.Array:
+        """What the attention gets: the modulated ``h``, ``[B, N, D]``."""
+        shift, scale = jnp.split(self.modulation.columns(c, 0, 2 * c.shape[-1]), 2, axis=-1)
+        return modulate(layer_norm(h), shift, scale)
+
+    def attention_received(self, h: jax.Array, c: jax.Array) -> jax.Array:
+        """Attention that each token receives ``[B, N]``, its mean over tokens 1."""
+        x = self.attention_input(h, c)
+        batch, tokens, width = x.shape
+        heads = self.attn.num_heads
+        q, k = jnp.split(self.attn.qkv.columns(x, 0, 2 * width), 2, axis=-1)
+        shape = (batch, tokens, heads, width // heads)
+        logits = jnp.einsum(
+            "bqhd,bkhd->bhqk", q.reshape(shape), k.reshape(shape),
+            preferred_element_type=jnp.float32,
+        )
+        return jax.nn.softmax(logits * (width // heads) ** -0.5, axis=-1).mean(1).sum(1)
+
+    def refresh(
+        self, h: jax.Array, c: jax.Array, feature: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The block from its cached outputs ``[2, B, N, D]``, the MLP anew at ``tokens``."""
+        width = c.shape[-1]
+        g1, b2, s2, g2 = jnp.split(self.modulation.columns(c, 2 * width, 6 * width), 4, axis=-1)
+        attn, mlp = feature
+        h = h + g1[:, None] * attn
+        if tokens.shape[-1]:
+            # gather -> MLP -> scatter: the number of tokens is static, which tokens is not.
+            chosen = jnp.take_along_axis(h, tokens[..., None], axis=1)
+            chosen = self.mlp(modulate(layer_norm(chosen), b2, s2)).astype(mlp.dtype)
+            mlp = mlp.at[jnp.arange(len(h))[:, None], tokens].set(chosen)
+        return h + g2[:, None] * mlp, jnp.stack([attn, mlp])
+
 
 class DiT(nnx.Module):
     """Diffusion transformer, called as ``model(x, t, labels)``.
@@ -201,11 +240,15 @@ class DiT(nnx.Module):
     def with_features(
         self, x: jax.Array, t: jax.Array, cond: jax.Array, sites: Sequence[str]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The full pass, with the features at ``sites`` (any of ``"crf"``, ``"module"``)."""
-        _check_sites(sites)
+        """The full pass, with the features at ``sites`` (the module's docstring names them)."""
+        _check_sites(sites, ("crf", "module", "attention"))
         h0, c = self._embed(x, t, cond)
-        h, modules = self._run_blocks(h0, c, keep="module" in sites)
-        found = {"crf": h - h0, "module": modules}
+        found: dict[str, Any] = {}
+        if "attention" in sites:
+            h, modules, found["attention"] = self._run_scored(h0, c)
+        else:
+            h, modules = self._run_blocks(h0, c, keep="module" in sites)
+        found |= {"crf": h - h0, "module": modules}
         return self._head(h, c, x.shape), {site: found[site] for site in sites}
 
     def from_features(
@@ -248,6 +291,68 @@ class DiT(nnx.Module):
             h = gated_forecast(h, gate, weights, history, site=i)
         return self._head(h, c, x.shape)
 
+    def begin(self, x: jax.Array, t: jax.Array, cond: jax.Array, blocks: int) -> jax.Array:
+        """Hidden state ``[B, N, D]`` behind the first ``blocks`` blocks (0: the embedding)."""
+        h, c = self._embed(x, t, cond)
+        return self._run_blocks(h, c, keep=False, stop=self._check_blocks(blocks))[0]
+
+    def finish(
+        self, x: jax.Array, t: jax.Array, cond: jax.Array, hidden: jax.Array, blocks: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The pass from :meth:`begin` on: the output, and what the blocks added to ``hidden``."""
+        _, c = self._embed(x, t, cond)
+        h, _ = self._run_blocks(hidden, c, keep=False, start=self._check_blocks(blocks))
+        return self._head(h, c, x.shape), h - hidden
+
+    def resume(
+        self, x: jax.Array, t: jax.Array, cond: jax.Array, hidden: jax.Array,
+        residual: jax.Array,
+    ) -> jax.Array:
+        """The output of ``hidden + residual``: the head alone, modulated by the current time."""
+        h, c = self._embed(x, t, cond)
+        self._check_feature(residual, "crf", h)
+        return self._head(hidden + residual.astype(hidden.dtype), c, x.shape)
+
+    def modulated(self, x: jax.Array, t: jax.Array, cond: jax.Array) -> jax.Array:
+        """What the first block's attention gets, ``[B, N, D]``: TeaCache's signal."""
+        h, c = self._embed(x, t, cond)
+        if self.config.scan_layers:
+            graphdef, state = nnx.split(self.blocks)
+            first = nnx.merge(graphdef, jax.tree.map(lambda a: a[0], state))
+            return first.attention_input(h, c)
+        return self.blocks[0].attention_input(h, c)
+
+    def refresh(
+        self, x: jax.Array, t: jax.Array, cond: jax.Array, feature: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The cheap pass at ``"module"`` with the MLPs computed anew for some tokens.
+
+        Args:
+          x, t, cond: as in a call.
+          feature: ``[2L, B, N, D]`` from an earlier step.
+          tokens: int ``[L, B, k]``, for each block the tokens whose MLP is computed.
+
+        Returns:
+          ``(out, feature)``, the feature with the new MLP outputs in it.
+        """
+        h, c = self._embed(x, t, cond)
+        self._check_feature(feature, "module", h)
+        pairs = feature.reshape(self.config.depth, 2, *h.shape)
+        if self.config.scan_layers:
+            graphdef, state = nnx.split(self.blocks)
+
+            def body(h: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+                weights, pair, chosen = layer
+                return nnx.merge(graphdef, weights).refresh(h, c, pair, chosen)
+
+            h, kept = jax.lax.scan(body, h, (state, pairs, tokens))
+            return self._head(h, c, x.shape), kept.reshape(feature.shape)
+        kept = []
+        for block, pair, chosen in zip(self.blocks, pairs, tokens):
+            h, pair = block.refresh(h, c, pair, chosen)
+            kept.append(pair)
+        return self._head(h, c, x.shape), jnp.concatenate(kept)
+
     def module_names(self) -> list[str]:
         """Paths of the ``"module"`` features, in the order of their leading axis."""
         return [f"block{i}/{part}" for i in range(self.config.depth) for part in ("attn", "mlp")]
@@ -272,10 +377,19 @@ class DiT(nnx.Module):
         return h, jax.nn.silu(c)
 
     def _run_blocks(
-        self, h: jax.Array, c: jax.Array, *, keep: bool
+        self, h: jax.Array, c: jax.Array, *, keep: bool, start: int = 0, stop: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
+        """Blocks ``start:stop``; with ``keep`` also their pre-gate outputs."""
+        stop = self.config.depth if stop is None else stop
+        if start == stop:
+            return h, None
         if self.config.scan_layers:
             graphdef, state = nnx.split(self.blocks)
+            if (start, stop) != (0, self.config.depth):
+                # Read in place: a slice of the stack would copy the weights.
+                row = lambda i: nnx.merge(graphdef, jax.tree.map(lambda a: a[i], state))
+                step = lambda h, i: (row(i)(h, c)[0], None)
+                return jax.lax.scan(step, h, jnp.arange(start, stop))[0], None
 
             def body(h: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array | None]:
                 h, outputs = nnx.merge(graphdef, layer)(h, c)
@@ -284,10 +398,29 @@ class DiT(nnx.Module):
             h, outputs = jax.lax.scan(body, h, state)
             return h, outputs.reshape(-1, *h.shape) if keep else None
         kept = []
-        for block in self.blocks:
+        for block in list(self.blocks)[start:stop]:
             h, outputs = block(h, c)
             kept.append(outputs)
         return h, jnp.concatenate(kept) if keep else None
+
+    def _run_scored(self, h: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """All blocks, with their pre-gate outputs and the attention that tokens receive."""
+        if self.config.scan_layers:
+            graphdef, state = nnx.split(self.blocks)
+
+            def body(h: jax.Array, layer: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                block = nnx.merge(graphdef, layer)
+                after, outputs = block(h, c)
+                return after, (outputs, block.attention_received(h, c))
+
+            h, (outputs, received) = jax.lax.scan(body, h, state)
+            return h, outputs.reshape(-1, *h.shape), received
+        outputs, received = [], []
+        for block in self.blocks:
+            received.append(block.attention_received(h, c))
+            h, pair = block(h, c)
+            outputs.append(pair)
+        return h, jnp.concatenate(outputs), jnp.stack(received)
 
     def _gates(self, c: jax.Array) -> jax.Array:
         """All gates ``[2L, B, D]``."""
@@ -306,6 +439,14 @@ class DiT(nnx.Module):
         out = out.reshape(batch, height // p, width // p, p, p, config.out_channels)
         return out.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height, width, config.out_channels)
 
+    def _check_blocks(self, blocks: int) -> int:
+        blocks = check_int("blocks", blocks, minimum=0)
+        if blocks > self.config.depth:
+            raise ValueError(
+                f"blocks: must be <= the {self.config.depth} blocks of the model, got {blocks}"
+            )
+        return blocks
+
     def _check_feature(self, feature: jax.Array, site: str, h: jax.Array) -> None:
         want = h.shape if site == "crf" else (2 * self.config.depth, *h.shape)
         if feature.shape != want:
@@ -320,9 +461,11 @@ def drop_labels(key: jax.Array, labels: jax.Array, rate: float, null_label: int)
     return jnp.where(jax.random.bernoulli(key, rate, labels.shape), null_label, labels)
 
 
-def _check_sites(sites: Sequence[str]) -> None:
+def _check_sites(
+    sites: Sequence[str], allowed: tuple[str, ...] = ("crf", "module")
+) -> None:
     for site in sites:
-        check_choice("site", site, ("crf", "module"))
+        check_choice("site", site, allowed)
 
 
 def _spread(h: jax.Array, sharding: Any) -> jax.Array:
