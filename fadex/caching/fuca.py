@@ -41,6 +41,7 @@ from fadex.caching.newton import lagrange_weights
 from fadex.caching.plan import ForecastPlan, check_breaks, check_plan, make_plan
 from fadex.caching.profile import check_site
 from fadex.caching.schedule import CacheSchedule
+from fadex.caching.stats import fold_branches, plan_stats, relative_change
 from fadex.caching.taylor import taylorseer
 from fadex.core.checks import check_choice, check_finite, check_int, is_concrete
 from fadex.core.denoiser import Denoiser
@@ -306,7 +307,7 @@ def advance(model, x, ring, row: _Device):
 
 
 def _output_program(params, x, cond, null_cond, guidance, interval, device, tail_scale, tail, *,
-                    denoiser, cfg_channels, return_trajectory):
+                    denoiser, cfg_channels, return_trajectory, return_stats):
     model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     size = tail.shape[-1]
     out = jax.eval_shape(model, x, device.t[0])
@@ -322,18 +323,20 @@ def _output_program(params, x, cond, null_cond, guidance, interval, device, tail
             future = future.reshape(-1, *(1,) * x.ndim)
             states = (states + future * velocity.astype(jnp.float32)[None]).astype(x.dtype)
         velocity = (velocity.astype(jnp.float32) + row.slope * shift).astype(ring.dtype)
+        size = relative_change(velocity, ring[row.slot - 1]) if return_stats else None
         ring = jax.lax.dynamic_update_index_in_dim(ring, velocity, row.slot, 0)
-        return (revised, ring), states
+        return (revised, ring), (states, size)
 
     start = (x, jnp.zeros((size, *out.shape), out.dtype))
-    (x, ring), states = jax.lax.scan(anchor, start, device)
+    (x, ring), (states, sizes) = jax.lax.scan(anchor, start, device)
     final = _jump(tail_scale[-1], x, tail[-1], ring)
-    if not return_trajectory:
-        return final
-    return final, states, jax.vmap(lambda a, w: _jump(a, x, w, ring))(tail_scale, tail)
+    after = None
+    if return_trajectory:
+        after = jax.vmap(lambda a, w: _jump(a, x, w, ring))(tail_scale, tail)
+    return final, states, after, sizes
 
 
-_STATIC = ("denoiser", "cfg_channels", "return_trajectory")
+_STATIC = ("denoiser", "cfg_channels", "return_trajectory", "return_stats")
 _run_output = jax.jit(_output_program, static_argnames=_STATIC)
 
 
@@ -357,6 +360,7 @@ def fuca_sample(
     cfg_channels: int | None = None,
     guidance_interval: Any = None,
     return_trajectory: bool = False,
+    return_stats: bool = False,
 ) -> Any:
     r"""Sample with one model call per anchor, each revising the steps that led to it.
 
@@ -382,9 +386,11 @@ def fuca_sample(
       site: ``"output"``, or ``"crf"``: forecasts and interpolates the cumulative residual, and
         evaluates the model's head at every skipped step, twice.
       return_trajectory: also return the recovered states ``[S + 1, B, ...]``.
+      return_stats: also return :class:`~fadex.caching.CacheStats`, with the relative change of
+        the revised velocity (at ``"crf"`` of the feature) from anchor to anchor.
 
     Returns:
-      ``x`` at the last time, or ``(x, trajectory)``.
+      ``x`` at the last time; with the flags a tuple ``(x, trajectory, stats)`` of what was asked.
 
     Raises:
       ValueError: a stochastic or multistep sampler; a predictor of another schedule; any other
@@ -429,7 +435,8 @@ def fuca_sample(
     if revision is not None and revise != "profiled":
         raise ValueError(f"revision: only for revise='profiled', got revise={revise!r}")
     shared = dict(
-        denoiser=denoiser, cfg_channels=cfg_channels, return_trajectory=return_trajectory
+        denoiser=denoiser, cfg_channels=cfg_channels, return_trajectory=return_trajectory,
+        return_stats=return_stats,
     )
     x = jnp.asarray(x)
     if revise == "head" and site != "crf":
@@ -447,21 +454,32 @@ def fuca_sample(
             f"{len(tables.scale)} rows"
         )
     if site == "crf":
-        return run_crf(
+        final, states, after, sizes, cost = run_crf(
             (params, x, cond, null_cond, guidance, interval), timesteps, schedule,
             _as_plan(schedule, predictor), corrector_order, tables.slope, sampler=sampler,
             head=revise == "head", **shared,
         )
-    device, tail_scale, tail = device_tables(tables, schedule, timesteps, return_trajectory)
-    result = _run_output(
-        params, x, cond, null_cond, guidance, interval, device, tail_scale, tail, **shared
-    )
-    if not return_trajectory:
-        return result
-    final, states, after = result
+    else:
+        device, tail_scale, tail = device_tables(tables, schedule, timesteps, return_trajectory)
+        final, states, after, sizes = _run_output(
+            params, x, cond, null_cond, guidance, interval, device, tail_scale, tail, **shared
+        )
+        cost = 0.0
+    found = (final,)
+    if return_trajectory:
+        found += (_recovered(x, states, after, schedule),)
+    if return_stats:
+        rows = jnp.full((schedule.num_steps, sizes.shape[1]), jnp.nan)
+        rows = rows.at[np.asarray(schedule.anchors[1:], np.int32)].set(sizes[1:])
+        found += (plan_stats(schedule, fold_branches(rows, len(x)), skip_cost=cost),)
+    return found if len(found) > 1 else final
+
+
+def _recovered(x, states, after, schedule: CacheSchedule) -> jax.Array:
+    """The trajectory ``[S + 1, B, ...]`` from the padded segments of a run."""
     pieces = [x[None]]
     anchors = (*schedule.anchors, schedule.num_steps)
     for i in range(1, schedule.nfe):
         pieces.append(states[i, : anchors[i] - anchors[i - 1]])
-    pieces.append(after[: schedule.num_steps - anchors[-2]])
-    return final, jnp.concatenate(pieces)
+    pieces.append(after[: schedule.num_steps - schedule.anchors[-1]])
+    return jnp.concatenate(pieces)

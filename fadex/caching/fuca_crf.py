@@ -20,6 +20,7 @@ from fadex.caching.kernels import weighted_sum
 from fadex.caching.newton import lagrange_weights
 from fadex.caching.plan import ForecastPlan, ring_slots
 from fadex.caching.schedule import CacheSchedule
+from fadex.caching.stats import cost_share, matmul_flops, relative_change
 from fadex.sampling.guidance import Guided
 
 
@@ -87,12 +88,12 @@ def _segments(
     return segments, jax.tree.map(lambda a: a[count], table)
 
 
-_STATIC = ("denoiser", "sampler", "cfg_channels", "head", "return_trajectory")
+_STATIC = ("denoiser", "sampler", "cfg_channels", "head", "return_trajectory", "return_stats")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _program(params, x, cond, null_cond, guidance, interval, segments, tail, ends, *, denoiser,
-             sampler, cfg_channels, head, return_trajectory):
+             sampler, cfg_channels, head, return_trajectory, return_stats):
     model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     out, feature = jax.eval_shape(lambda: model.with_features(x, segments.t[0], "crf"))
     size = tail.predictor.shape[-1]
@@ -128,43 +129,58 @@ def _program(params, x, cond, null_cond, guidance, interval, segments, tail, end
             found = model.from_features(revised, row.t, "crf", feature)
         else:
             found = (found + row.slope * (revised - ahead)).astype(found.dtype)
+        size = relative_change(feature, ring[row.slot - 1]) if return_stats else None
         ring = jax.lax.dynamic_update_index_in_dim(ring, feature.astype(ring.dtype), row.slot, 0)
-        kept = None
-        if return_trajectory:
-            kept = jnp.concatenate([first[None], states])
-        return (revised, ring, found), kept
+        kept = jnp.concatenate([first[None], states]) if return_trajectory else None
+        return (revised, ring, found), (kept, size)
 
     start = (
         x, jnp.zeros((size, *feature.shape), feature.dtype), jnp.zeros(out.shape, out.dtype)
     )
-    (x, ring, velocity), states = jax.lax.scan(anchor, start, segments)
+    (x, ring, velocity), (states, sizes) = jax.lax.scan(anchor, start, segments)
     first = step(velocity, x, *ends)
     final, after = through(first, tail, forecast(ring))
     if return_trajectory:
-        return final, states, jnp.concatenate([first[None], after])
-    return final
+        after = jnp.concatenate([first[None], after])
+    return final, states, after, sizes
 
 
 def run_crf(
     operands: tuple, times: Any, schedule: CacheSchedule, plan: ForecastPlan, order: int,
     slope: np.ndarray, *, denoiser, sampler, cfg_channels, head: bool, return_trajectory: bool,
-) -> Any:
-    """The body of :func:`~fadex.caching.fuca_sample` at the site ``"crf"``."""
+    return_stats: bool,
+) -> tuple:
+    """The body of :func:`~fadex.caching.fuca_sample` at the site ``"crf"``.
+
+    Returns the samples, the states of the segments and behind the last anchor, sizes, and the
+    cost of a skipped step (two passes through the head) over that of a computed one.
+    """
     times = np.asarray(times, np.float64)
     size = max(plan.history, order)
     segments, tail = _segments(times, schedule, plan, order, slope, size)
     last = schedule.anchors[-1]
     ends = times[[last, last + 1]].astype(np.float32)
-    result = _program(
+    found = _program(
         *operands, segments, tail, ends, denoiser=denoiser, sampler=sampler,
         cfg_channels=cfg_channels, head=head, return_trajectory=return_trajectory,
+        return_stats=return_stats,
     )
-    if not return_trajectory:
-        return result
-    final, states, after = result
-    pieces = [operands[1][None]]
-    anchors = (*schedule.anchors, schedule.num_steps)
-    for i in range(1, schedule.nfe):
-        pieces.append(states[i, : anchors[i] - anchors[i - 1]])
-    pieces.append(after[: schedule.num_steps - last])
-    return final, jnp.concatenate(pieces)
+    return *found, _head_cost(operands, denoiser, cfg_channels) if return_stats else 0.0
+
+
+def _head_cost(operands: tuple, denoiser, cfg_channels) -> float:
+    params, x, cond, null_cond, guidance, interval = operands
+    t = jnp.float32(0.5)
+
+    def cost(params, x, cond, null_cond, *, skip):
+        model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
+        if not skip:
+            return model.with_features(x, t, "crf")
+        shape = jax.eval_shape(lambda: model.with_features(x, t, "crf")[1])
+        return model.from_features(x, t, "crf", jnp.zeros(shape.shape, shape.dtype))
+
+    args = (params, x, cond, null_cond)
+    head, full = (
+        matmul_flops(functools.partial(cost, skip=skip), *args) for skip in (True, False)
+    )
+    return cost_share(2 * head, full)

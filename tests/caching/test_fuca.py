@@ -209,6 +209,32 @@ def test_other_plans_and_values_share_one_program(compiles):
         assert count() == 0
 
 
+def test_statistics_tell_steps_changes_and_costs(small):
+    schedule, times = uniform_schedule(20, 4), uniform_times(20)
+    drift = Denoiser(lambda p, x, t, c: p * (1 + t)[:, None] * jnp.ones_like(x))
+    x, states, stats = fuca_sample(
+        drift, ONE, X, None, timesteps=times, schedule=schedule, return_trajectory=True,
+        return_stats=True,
+    )
+    assert states.shape == (21, *X.shape) and int(stats.nfe) == schedule.nfe
+    assert np.flatnonzero(stats.computed).tolist() == list(schedule.anchors)
+    values = 1 + np.asarray(times)[list(schedule.anchors)]
+    expected = np.abs(np.diff(values)) / values[:-1]
+    np.testing.assert_allclose(
+        np.asarray(stats.sizes)[list(schedule.anchors[1:])],
+        np.repeat(expected[:, None], len(X), 1), rtol=1e-3,
+    )
+    assert np.isnan(np.asarray(stats.sizes)[list(schedule.skipped)]).all()
+    assert stats.estimated_speedup == pytest.approx(20 / schedule.nfe)
+    denoiser, params = small
+    x = jax.random.normal(jax.random.key(4), (2, 4, 4, 1))
+    _, stats = fuca_sample(
+        denoiser, params, x, jnp.array([0, 2]), timesteps=uniform_times(9), site="crf",
+        schedule=uniform_schedule(9, 3, warmup=2), revise="x0", return_stats=True,
+    )
+    assert stats.sizes.shape == (9, 2) and 0 < stats.skip_cost < 0.6
+
+
 def test_gradients_reach_the_condition():
     denoiser = Denoiser(lambda p, x, t, c: p * jnp.tanh(x) + c[:, None])
     loss = lambda c: fuca_sample(
