@@ -66,8 +66,8 @@ def main() -> None:
 
 def table(rows: list[dict]) -> str:
     """The rows as a reStructuredText table, a line per method."""
-    edge = "========= =================== =================== ==================="
-    lines = [edge, f"{'method':9} " + " ".join(f"{name:19}" for name in QUALITIES), edge]
+    edge = "=========== =================== =================== ==================="
+    lines = [edge, f"{'method':11} " + " ".join(f"{name:19}" for name in QUALITIES), edge]
     cells = {
         (row["method"], row["quality"]):
             f"{row['nfe']:2}  {row['estimated_speedup']:.2f}x  {row['rel_error']:.4f}"
@@ -75,7 +75,7 @@ def table(rows: list[dict]) -> str:
     }
     for method in sorted({row["method"] for row in rows}):
         line = " ".join(f"{cells.get((method, name), '-'):19}" for name in QUALITIES)
-        lines.append(f"{method:9} {line}".rstrip())
+        lines.append(f"{method:11} {line}".rstrip())
     return "\n".join([*lines, edge])
 
 

@@ -6,24 +6,25 @@ steps, so other numbers of steps keep the speed-up and change the error. The tab
 ``python benchmarks/presets.py`` (shipped digits DiT, 50 Euler steps, guidance 1, 64 samples):
 evaluations, estimated speed-up, and mean relative error to the full run.
 
-========= =================== =================== ===================
-method    high                balanced            fast
-========= =================== =================== ===================
-bezicast  27  1.85x  0.0018   15  3.33x  0.0068   10  5.00x  0.0147
-dbcache   20  1.97x  0.0034   12  2.65x  0.0093   10  2.90x  0.0146
-dmd       27  1.85x  0.0018   15  3.33x  0.0072   10  5.00x  0.0202
-fade      27  1.85x  0.0011   15  3.33x  0.0052   10  5.00x  0.0139
-foca      27  1.85x  0.0020   15  3.33x  0.0075   10  5.00x  0.0188
-fuca      27  1.85x  0.0014   15  3.33x  0.0077   10  5.00x  0.0151
-hicache   27  1.85x  0.0051   15  3.33x  0.0175   10  5.00x  0.0324
-magcache  25  1.99x  0.0094   15  3.28x  0.0164   10  4.86x  0.0344
-newton    27  1.85x  0.0018   15  3.33x  0.0082   10  5.00x  0.0304
-reuse     27  1.85x  0.0103   15  3.33x  0.0324   10  5.00x  0.0600
-taylor1   27  1.85x  0.0020   15  3.33x  0.0075   10  5.00x  0.0188
-taylor2   27  1.85x  0.0019   15  3.33x  0.0073   10  5.00x  0.0233
-teacache  25  1.97x  0.0023   14  3.45x  0.0077   10  4.74x  0.0159
-toca      19  2.11x  0.0112   11  2.95x  0.0255    8  3.47x  0.0408
-========= =================== =================== ===================
+=========== =================== =================== ===================
+method      high                balanced            fast               
+=========== =================== =================== ===================
+bezicast    27  1.85x  0.0018   15  3.33x  0.0068   10  5.00x  0.0147
+dbcache     20  1.97x  0.0034   12  2.65x  0.0093   10  2.90x  0.0146
+dmd         27  1.85x  0.0018   15  3.33x  0.0072   10  5.00x  0.0202
+fade        27  1.85x  0.0011   15  3.33x  0.0052   10  5.00x  0.0139
+foca        27  1.85x  0.0020   15  3.33x  0.0075   10  5.00x  0.0188
+fuca        27  1.85x  0.0014   15  3.33x  0.0077   10  5.00x  0.0151
+fuca_placed 27  1.85x  0.0011   15  3.33x  0.0021   10  5.00x  0.0059
+hicache     27  1.85x  0.0051   15  3.33x  0.0175   10  5.00x  0.0324
+magcache    25  1.99x  0.0094   15  3.28x  0.0164   10  4.86x  0.0344
+newton      27  1.85x  0.0018   15  3.33x  0.0082   10  5.00x  0.0304
+reuse       27  1.85x  0.0103   15  3.33x  0.0324   10  5.00x  0.0600
+taylor1     27  1.85x  0.0020   15  3.33x  0.0075   10  5.00x  0.0188
+taylor2     27  1.85x  0.0019   15  3.33x  0.0073   10  5.00x  0.0233
+teacache    25  1.97x  0.0023   14  3.45x  0.0077   10  4.74x  0.0159
+toca        19  2.11x  0.0112   11  2.95x  0.0255    8  3.47x  0.0408
+=========== =================== =================== ===================
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ from fadex.caching.dmd import dmd
 from fadex.caching.fade_table import fade_plan, profile_fade
 from fadex.caching.foca import foca
 from fadex.caching.fuca import fuca_sample
+from fadex.caching.fuca_profile import profile_fuca
 from fadex.caching.hicache import hicache
 from fadex.caching.magcache import magcache, profile_magcache
 from fadex.caching.newton import newton
 from fadex.caching.plan import make_plan
+from fadex.caching.profile_schedule import profile_schedule
 from fadex.caching.reuse import reuse
 from fadex.caching.sampling import cached_sample
 from fadex.caching.schedule import CacheSchedule, uniform_schedule
-from fadex.caching.stats import plan_stats
 from fadex.caching.taylor import taylorseer
 from fadex.caching.teacache import fit_teacache, teacache
 from fadex.caching.toca import toca_sample
@@ -65,7 +67,7 @@ _RULES = {
     "foca": foca,
     "newton": lambda: newton(2),
 }
-_STATIC = (*_RULES, "bezicast", "dmd", "fade", "fuca")
+_STATIC = (*_RULES, "bezicast", "dmd", "fade", "fuca", "fuca_placed")
 # Per quality; thresholds are relative changes, so they carry over between models in kind.
 _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     **{
@@ -156,8 +158,8 @@ def run_preset(
 ) -> Any:
     """Sample with a method at a quality level; everything else is chosen for you.
 
-    Methods that are profiled (FADE, TeaCache's polynomial, MagCache's ratios) run the full
-    sampler once on a profiling batch before. Keep ``profile`` from :func:`profile_preset` to
+    Methods that are profiled (FADE, FuCa on placed anchors, TeaCache's polynomial, MagCache's
+    ratios) run the full sampler on a profiling batch before. Keep ``profile`` from :func:`profile_preset` to
     pay for that only once.
 
     Args:
@@ -197,8 +199,12 @@ def run_preset(
     shared |= dict(null_cond=null_cond)
     settings, schedule = chosen.settings, chosen.schedule
     if method == "fuca":
-        out = fuca_sample(*batch, schedule=schedule, **shared)
-        return (out, plan_stats(schedule)) if return_stats else out
+        return fuca_sample(*batch, schedule=schedule, return_stats=return_stats, **shared)
+    if method == "fuca_placed":
+        schedule, tables = profile
+        return fuca_sample(
+            *batch, schedule=schedule, tables=tables, return_stats=return_stats, **shared
+        )
     if method == "toca":
         return toca_sample(
             *batch, schedule=schedule, return_stats=return_stats, **settings, **shared
@@ -241,7 +247,8 @@ def profile_preset(
 ) -> Any:
     """What a method needs from a profiling batch, for the ``profile`` of :func:`run_preset`.
 
-    FADE: its plan; TeaCache: its coefficients; MagCache: its ratios; every other method: None.
+    FADE: its plan; FuCa on placed anchors: schedule and tables; TeaCache: its coefficients;
+    MagCache: its ratios; every other method: None.
 
     Args:
       options: ``sampler``, ``guidance``, ``null_cond``, ``cfg_channels``.
@@ -252,6 +259,10 @@ def profile_preset(
         return fade_plan(
             profile_fade(*batch, timesteps=timesteps, schedule=chosen.schedule, **options)
         )
+    if method == "fuca_placed":
+        options = dict(options, timesteps=timesteps)
+        placed = profile_schedule(*batch, nfe=chosen.schedule.nfe, **options)
+        return placed, profile_fuca(*batch, schedule=placed, **options)
     if method == "teacache":
         return fit_teacache(*batch, timesteps=timesteps, **options)
     if method == "magcache":

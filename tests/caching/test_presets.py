@@ -24,7 +24,7 @@ def test_levels_of_a_method_spend_less_and_less():
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "method", ["taylor1", "dmd", "fuca", "toca", "teacache", "magcache", "dbcache"]
+    "method", ["taylor1", "dmd", "fuca", "fuca_placed", "toca", "teacache", "magcache", "dbcache"]
 )
 def test_one_call_samples_and_says_what_it_did(digits, method):
     denoiser, params = digits
