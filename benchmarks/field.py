@@ -132,12 +132,16 @@ def bootstrap(per_seed: list[np.ndarray], count: int = 1000) -> np.ndarray:
     return np.array(sums)
 
 
+# Guidance 1 is run for the methods whose ratios the README quotes, and their rivals.
+AT_GUIDANCE_1 = ("taylor1", "ab2", "fade", "bezicast", "fuca", "fuca_fit", "fuca_placed")
+
+
 def _rows(runners, methods, intervals, guidances, model):
     rows = []
     for guidance in guidances:
         for interval in intervals:
             base = None
-            for method in methods:
+            for method in methods if guidance > 1 else AT_GUIDANCE_1:
                 sites = method_sites(method, ("output",), runners[0].task.denoiser)
                 if not sites:
                     continue
@@ -236,7 +240,6 @@ def _largest(runners, title, method, top, guidance):
     label, sampler = ("", None) if top is None else top
     site = method_sites(method, ("output",))[0]
     speeds, means, draws = [], [], []
-    extra = 1  # intervals beyond the answer, for the bootstrap
     for interval in HEADLINE_INTERVALS:
         found = [
             run(method, interval, guidance, site=site, sampler=sampler, label=label)
@@ -247,10 +250,9 @@ def _largest(runners, title, method, top, guidance):
         speeds.append(STEPS / float(np.mean([f[2] for f in found])))
         means.append(float(np.mean([e.mean() for e in errors])))
         draws.append(bootstrap(errors))
-        if means[-1] <= min(TOLERANCES):
-            extra -= 1
-            if extra < 0:
-                break
+        # Enough when every resample (but one in a hundred) has met the tolerance somewhere.
+        if np.mean(np.min(draws, axis=0) <= min(TOLERANCES)) >= 0.99:
+            break
     order = np.argsort(speeds)[::-1]
     speeds, means, draws = (np.asarray(a)[order] for a in (speeds, means, draws))
     row = dict(method=title, guidance=guidance, samples=sum(len(e) for e in errors),

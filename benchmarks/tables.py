@@ -18,7 +18,7 @@ START, END = "<!-- figures: benchmarks/tables.py -->", "<!-- end of figures -->"
 
 # (name, import name, source, status, key in the results)
 METHODS = [
-    ("FuCa, profiled, on placed anchors", "fadex.caching.profile_fuca, profile_schedule",
+    ("FuCa, profiled, on placed anchors", "fadex.caching.place_fuca",
      "abstract; a reconstruction, extended", "done", "fuca_placed"),
     ("FuCa, profiled jumps", "fadex.caching.profile_fuca",
      "abstract; a reconstruction, extended", "done", "fuca_fit"),

@@ -3,6 +3,7 @@
 from fadex.caching.adaptive import Policy, PolicyRule, adaptive_sample, profile_changes
 from fadex.caching.analysis import alpha_from_msd, mean_squared_displacement, msd_exponent
 from fadex.caching.bezicast import (
+    STATE_GUARD,
     GuardConfig,
     bezicast,
     bezicast_plan,
@@ -26,7 +27,7 @@ from fadex.caching.fade_table import (
 )
 from fadex.caching.foca import foca
 from fadex.caching.fuca import FucaTables, fuca_sample, fuca_tables
-from fadex.caching.fuca_profile import profile_fuca, profile_revision
+from fadex.caching.fuca_profile import FucaPlan, place_fuca, profile_fuca, profile_revision
 from fadex.caching.hicache import hicache
 from fadex.caching.kernels import weighted_sum
 from fadex.caching.least_squares import least_squares_plan, profile_least_squares
@@ -52,6 +53,7 @@ from fadex.caching.teacache import TEACACHE_FLUX, fit_teacache, teacache
 from fadex.caching.toca import toca_sample
 
 __all__ = [
+    "STATE_GUARD",
     "TEACACHE_FLUX",
     "Bundle",
     "CacheSchedule",
@@ -62,6 +64,7 @@ __all__ = [
     "FadeParams",
     "ForecastPlan",
     "Forecaster",
+    "FucaPlan",
     "FucaTables",
     "GramProfile",
     "GuardConfig",
@@ -103,6 +106,7 @@ __all__ = [
     "measure_speedup",
     "msd_exponent",
     "newton",
+    "place_fuca",
     "plan_forecaster",
     "plan_stats",
     "preset",

@@ -181,7 +181,8 @@ def bezier_weights(
       degree: ``d`` of the curve, lowered to ``K - 1`` where fewer anchors are known.
       window: ``K``, independent of the degree: more anchors than control points average.
       ridge: :math:`\lambda`. Its default and the guard's were tuned together, on other noise
-        than the figures in the README.
+        than the figures in the README; for another ridge, above all for none, tune the guard
+        with it (a bare quadratic through three snapshots has risks that it would cut too hard).
       guard: a :class:`GuardConfig`, or None for the bare fit.
       toward: what a large ridge pulls to: ``"line"`` (curvature of the control polygon) or
         ``"newest"`` (all control points equal to the newest feature, i.e. reuse).

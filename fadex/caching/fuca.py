@@ -124,8 +124,8 @@ def fuca_tables(
       >>> from fadex.caching import fuca_tables, uniform_schedule
       >>> from fadex.sampling import uniform_times
       >>> tables = fuca_tables(uniform_times(12), uniform_schedule(12, 4))
-      >>> tables.corrector.shape  # five anchors; two velocities and the one ahead
-      (5, 3)
+      >>> tables.corrector.shape  # six anchors; two velocities and the one ahead
+      (6, 3)
     """
     sampler = flow_euler() if sampler is None else sampler
     _check_sampler(sampler)

@@ -18,7 +18,7 @@ Online nothing changes: the same rows, with other numbers.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,13 @@ from fadex.caching.fuca import (
     FucaTables,
     advance,
     device_tables,
+    fuca_sample,
     fuca_tables,
 )
 from fadex.caching.plan import ForecastPlan
 from fadex.caching.profile import full_run
-from fadex.caching.schedule import CacheSchedule
+from fadex.caching.profile_schedule import profile_schedule
+from fadex.caching.schedule import CacheSchedule, custom_schedule
 from fadex.core.checks import check_real
 from fadex.core.denoiser import Denoiser
 from fadex.sampling.guidance import Guided, check_interval, check_run
@@ -248,3 +250,79 @@ def profile_fuca(
     for part in (jump, corrector, slope):
         _finite(part)
     return tables._replace(predictor=jump, corrector=corrector, slope=slope, path=path)
+
+
+class FucaPlan(NamedTuple):
+    """A schedule with the rows fitted on it: ``fuca_sample(**plan._asdict(), ...)``."""
+
+    schedule: CacheSchedule
+    tables: FucaTables
+
+
+def place_fuca(
+    denoiser: Denoiser,
+    params: Any,
+    x: jax.Array,
+    cond: Any,
+    *,
+    timesteps: Any,
+    nfe: int,
+    sampler: Sampler | None = None,
+    guidance: Any = 1.0,
+    null_cond: Any = None,
+    cfg_channels: int | None = None,
+    history: int = 4,
+) -> FucaPlan:
+    """Anchors and fitted rows for a budget of evaluations: FuCa at its best here.
+
+    Fits FuCa on three placements of ``nfe`` anchors (both kinds of :func:`profile_schedule`, and
+    evenly spread ones) and keeps the one whose samples come nearest to the full run's on the
+    profiling batch.
+
+    Args:
+      denoiser, params, x, cond, timesteps, sampler, guidance, null_cond, cfg_channels: as in
+        :func:`fuca_sample`; ``x`` is the profiling batch.
+      nfe: model evaluations of a run.
+      history: as in :func:`profile_fuca`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fadex.caching import fuca_sample, place_fuca
+      >>> from fadex.core import Denoiser
+      >>> from fadex.sampling import uniform_times
+      >>> denoiser = Denoiser(lambda params, x, t, cond: params * jnp.tanh(x))
+      >>> x, times = jax.random.normal(jax.random.key(0), (4, 8)), uniform_times(20)
+      >>> plan = place_fuca(denoiser, jnp.float32(1.0), x, None, timesteps=times, nfe=6)
+      >>> plan.schedule.nfe
+      6
+      >>> fuca_sample(denoiser, jnp.float32(1.0), x, None, timesteps=times,
+      ...             **plan._asdict()).shape
+      (4, 8)
+    """
+    batch = (denoiser, params, x, cond)
+    shared = dict(
+        timesteps=timesteps, sampler=sampler, guidance=guidance, null_cond=null_cond,
+        cfg_channels=cfg_channels,
+    )
+    placed = [
+        profile_schedule(*batch, nfe=nfe, kind=kind, **shared)
+        for kind in ("interpolate", "forecast")
+    ]
+    steps = placed[0].num_steps
+    placed.append(custom_schedule(steps, np.linspace(0, steps - 1, nfe).round().astype(int)))
+    solver = flow_euler() if sampler is None else sampler
+    times, null_cond = check_run(
+        x, cond, timesteps, steps, guidance, null_cond, cfg_channels, solver, None
+    )
+    states, _ = full_run(
+        params, jnp.asarray(x), cond, null_cond, times, guidance, None, denoiser=denoiser,
+        sampler=solver, cfg_channels=cfg_channels,
+    )
+    best, least = None, np.inf
+    for schedule in dict.fromkeys(placed):
+        tables = profile_fuca(*batch, schedule=schedule, history=history, **shared)
+        out = fuca_sample(*batch, schedule=schedule, tables=tables, **shared)
+        error = float(jnp.linalg.norm((out - states[-1]).astype(jnp.float32)))
+        if best is None or error < least:
+            best, least = FucaPlan(schedule, tables), error
+    return best

@@ -22,7 +22,7 @@ from fadex.caching.dmd import dmd
 from fadex.caching.fade_table import fade_plan, profile_fade
 from fadex.caching.foca import foca
 from fadex.caching.fuca import fuca_sample
-from fadex.caching.fuca_profile import profile_fuca
+from fadex.caching.fuca_profile import place_fuca, profile_fuca
 from fadex.caching.hicache import hicache
 from fadex.caching.least_squares import profile_least_squares
 from fadex.caching.magcache import magcache_schedule, profile_magcache
@@ -246,6 +246,9 @@ def build_method(
     extra = (sampler.evals_per_step - 1) * steps
     nfe = schedule.nfe + extra
     if name in _PLACED:
+        if name == "fuca_placed":
+            chosen = place_fuca(*probe, nfe=schedule.nfe, **profile)._asdict()
+            return Built(lambda: fuca_sample(*batch, **chosen, **test), nfe, nfe)
         placed = profile_schedule(*probe, nfe=schedule.nfe, **profile)
         if name != "ab2_placed":
             return build_method(_PLACED[name], placed, task, site=site, **shared)

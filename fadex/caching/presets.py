@@ -7,7 +7,7 @@ steps, so other numbers of steps keep the speed-up and change the error. The tab
 evaluations, estimated speed-up, and mean relative error to the full run.
 
 =========== =================== =================== ===================
-method      high                balanced            fast               
+method      high                balanced            fast
 =========== =================== =================== ===================
 bezicast    27  1.85x  0.0018   15  3.33x  0.0068   10  5.00x  0.0147
 dbcache     20  1.97x  0.0034   12  2.65x  0.0093   10  2.90x  0.0146
@@ -41,12 +41,11 @@ from fadex.caching.dmd import dmd
 from fadex.caching.fade_table import fade_plan, profile_fade
 from fadex.caching.foca import foca
 from fadex.caching.fuca import fuca_sample
-from fadex.caching.fuca_profile import profile_fuca
+from fadex.caching.fuca_profile import place_fuca
 from fadex.caching.hicache import hicache
 from fadex.caching.magcache import magcache, profile_magcache
 from fadex.caching.newton import newton
 from fadex.caching.plan import make_plan
-from fadex.caching.profile_schedule import profile_schedule
 from fadex.caching.reuse import reuse
 from fadex.caching.sampling import cached_sample
 from fadex.caching.schedule import CacheSchedule, uniform_schedule
@@ -159,8 +158,8 @@ def run_preset(
     """Sample with a method at a quality level; everything else is chosen for you.
 
     Methods that are profiled (FADE, FuCa on placed anchors, TeaCache's polynomial, MagCache's
-    ratios) run the full sampler on a profiling batch before. Keep ``profile`` from :func:`profile_preset` to
-    pay for that only once.
+    ratios) run the full sampler on a profiling batch before. Keep ``profile`` from
+    :func:`profile_preset` to pay for that only once.
 
     Args:
       denoiser, params, x, cond, timesteps, sampler, guidance, null_cond, cfg_channels: as in
@@ -201,10 +200,7 @@ def run_preset(
     if method == "fuca":
         return fuca_sample(*batch, schedule=schedule, return_stats=return_stats, **shared)
     if method == "fuca_placed":
-        schedule, tables = profile
-        return fuca_sample(
-            *batch, schedule=schedule, tables=tables, return_stats=return_stats, **shared
-        )
+        return fuca_sample(*batch, return_stats=return_stats, **profile._asdict(), **shared)
     if method == "toca":
         return toca_sample(
             *batch, schedule=schedule, return_stats=return_stats, **settings, **shared
@@ -260,9 +256,7 @@ def profile_preset(
             profile_fade(*batch, timesteps=timesteps, schedule=chosen.schedule, **options)
         )
     if method == "fuca_placed":
-        options = dict(options, timesteps=timesteps)
-        placed = profile_schedule(*batch, nfe=chosen.schedule.nfe, **options)
-        return placed, profile_fuca(*batch, schedule=placed, **options)
+        return place_fuca(*batch, timesteps=timesteps, nfe=chosen.schedule.nfe, **options)
     if method == "teacache":
         return fit_teacache(*batch, timesteps=timesteps, **options)
     if method == "magcache":

@@ -100,7 +100,9 @@ def uniform_schedule(
     """Compute the first ``warmup`` steps, then every ``interval``-th, and the last ``cooldown``.
 
     The warm-up gives a forecaster of order ``m`` its ``m + 1`` snapshots; the last step is
-    computed by default because the velocity bends most there.
+    computed by default because the velocity bends most there. At long intervals the first window
+    behind the warm-up looks far ahead from three neighbours:
+    :func:`~fadex.caching.profile_schedule` places the same number of steps better.
 
     Args:
       num_steps: sampling steps ``S``.

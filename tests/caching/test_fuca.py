@@ -15,6 +15,7 @@ from fadex.caching import (
     fuca_tables,
     make_plan,
     newton,
+    place_fuca,
     profile_fuca,
     profile_revision,
     taylorseer,
@@ -297,6 +298,29 @@ def test_a_fit_is_no_worse_than_its_start_on_its_own_samples(digits):
     np.testing.assert_allclose(
         states[-1], fuca_sample(denoiser, params, x, cond, **shared, tables=tables), atol=1e-5
     )
+
+
+def test_placed_anchors_and_fitted_rows_are_no_worse_than_even_ones(gaussian):
+    times = uniform_times(16)
+    x = jax.random.normal(jax.random.key(8), (4, 12))
+    shared = dict(timesteps=times)
+    denoiser = Denoiser(lambda p, x, t, c: p * jnp.tanh(2 * x) * (1 + jnp.exp(-9 * t))[:, None])
+    plan = place_fuca(denoiser, ONE, x, None, nfe=5, **shared)
+    assert plan.schedule.nfe == 5
+    full = sample(denoiser, ONE, x, None, **shared)
+    gap = lambda y: float(jnp.linalg.norm(y - full))
+    ours = gap(fuca_sample(denoiser, ONE, x, None, **plan._asdict(), **shared))
+    even = custom_schedule(16, np.linspace(0, 15, 5).round().astype(int))
+    tables = profile_fuca(denoiser, ONE, x, None, schedule=even, **shared)
+    assert ours <= 1.001 * gap(
+        fuca_sample(denoiser, ONE, x, None, schedule=even, tables=tables, **shared)
+    )
+    # A linear flow needs one number a jump: every placement is exact.
+    denoiser, params = gaussian
+    plan = place_fuca(denoiser, params, x, None, nfe=3, **shared)
+    ours = fuca_sample(denoiser, params, x, None, **plan._asdict(), **shared)
+    np.testing.assert_allclose(ours, sample(denoiser, params, x, None, **shared), rtol=1e-3,
+                               atol=1e-4)
 
 
 # -- inside the model ----------------------------------------------------------------------
