@@ -67,7 +67,7 @@ def main() -> None:
 def table(rows: list[dict]) -> str:
     """The rows as a reStructuredText table, a line per method."""
     edge = "=========== =================== =================== ==================="
-    lines = [edge, f"{'method':11} " + " ".join(f"{name:19}" for name in QUALITIES), edge]
+    lines = [edge, f"{'method':11} " + " ".join(f"{name:19}" for name in QUALITIES).rstrip(), edge]
     cells = {
         (row["method"], row["quality"]):
             f"{row['nfe']:2}  {row['estimated_speedup']:.2f}x  {row['rel_error']:.4f}"
