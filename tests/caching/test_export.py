@@ -42,7 +42,8 @@ def noise(batch=3, shape=SHAPE, seed=0):
 
 
 def close(a, b):
-    assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 1e-6 * max(1, np.abs(b).max())
+    """Another program, fused in another way: some roundings of float32, of 6e-8 each."""
+    assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 1e-5 * np.abs(b).max()
 
 
 FRESH = """
