@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +157,7 @@ class _DMD:
     dtype: Any
 
     def groups(self, shape: tuple[int, ...]) -> int:
-        return int(np.prod(shape[: self.axes], dtype=np.int64))
+        return math.prod(shape[: self.axes])  # the batch may be symbolic, in an export
 
     def init(self, feature: Any) -> DMDState:
         if len(feature.shape) < self.axes:
@@ -192,7 +193,7 @@ class _DMD:
         alone = row["known"] < 2
         weights = jnp.stack([jnp.where(alone, 1.0, w0), jnp.where(alone, 0.0, w1)], axis=-1)
         shape = newest[0].shape
-        flat = jnp.stack(newest).reshape(2, len(weights), -1)
+        flat = jnp.stack(newest).reshape(2, weights.shape[0], -1)
         return weighted_sum(weights, flat).reshape(shape)
 
 
@@ -264,5 +265,5 @@ def dmd(
     functions = _functions(history, rank, axes, dtype)
     return Forecaster(
         schedule=schedule, init=functions.init, observe=functions.observe,
-        predict=functions.predict, table=_table(schedule, history),
+        predict=functions.predict, table=_table(schedule, history), sample_axes=axes,
     )

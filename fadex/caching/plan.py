@@ -81,6 +81,9 @@ class Forecaster(NamedTuple):
       table: pytree with leading axis ``S``; its rows arrive as ``info.row``.
       snapshots: ``snapshots(state, info) -> (weights, history)`` where the prediction is a
         weighted sum: lets a model fuse it into its own update. Optional.
+      sample_axes: static; leading axes of the feature that ``init`` and ``observe`` keep apart,
+        for methods that look at each sample. None where the features' values do not count.
+        ``cached_sample`` refuses a forecaster made for another site by it.
     """
 
     schedule: CacheSchedule
@@ -89,6 +92,7 @@ class Forecaster(NamedTuple):
     predict: Callable[[Any, StepInfo], Any]
     table: Any = ()
     snapshots: Callable[[Any, StepInfo], tuple[jax.Array, jax.Array]] | None = None
+    sample_axes: int | None = None
 
 
 def make_plan(
@@ -232,8 +236,25 @@ def check_plan(plan: ForecastPlan) -> None:
     check_finite("plan.weights", plan.weights)
 
 
-def check_breaks(plan: ForecastPlan, breaks: tuple[int, ...]) -> None:
-    """Raise ValueError for a plan that forecasts over a jump of the feature at ``breaks``."""
+def check_sample_axes(forecaster: Forecaster, site: str) -> None:
+    """Raise ValueError for a forecaster that would take other axes for the samples of a site."""
+    have, want = forecaster.sample_axes, 2 if site == "module" else 1
+    if have is not None and have != want:
+        made = "'module'" if have == 2 else "'output' and 'crf'" if have == 1 else "no site"
+        mixed = ", and would mix samples" if have < want else ""
+        raise ValueError(
+            f"plan: this forecaster takes {have} leading axes of the feature for samples (right "
+            f"for {made}), but site={site!r} has {want}{mixed}; build it with axes={want} "
+            f"(bezicast_plan: site={site!r})"
+        )
+
+
+def check_breaks(plan: ForecastPlan | Forecaster, breaks: tuple[int, ...]) -> None:
+    """Raise ValueError for a plan that forecasts over a jump of the feature at ``breaks``.
+
+    A plan's weights tell. What a forecaster does with old snapshots can't be seen: its schedule
+    must name the breaks.
+    """
     schedule = plan.schedule
     advice = (
         "build the schedule with schedule.with_breaks(fadex.sampling.guidance_breaks(timesteps, "
@@ -245,6 +266,15 @@ def check_breaks(plan: ForecastPlan, breaks: tuple[int, ...]) -> None:
             f"plan: the guided output jumps at the steps {breaks}, where guidance_interval begins "
             f"or ends, and the schedule does not compute {missing}; {advice}"
         )
+    if isinstance(plan, Forecaster):
+        unnamed = [b for b in breaks if b not in schedule.breaks]
+        if unnamed:
+            raise ValueError(
+                f"plan: the guided output jumps at the steps {breaks}, where guidance_interval "
+                f"begins or ends, and the forecaster's schedule has no breaks at {unnamed}; "
+                f"{advice}"
+            )
+        return
     if not is_concrete(plan.weights):
         return
     weights = np.asarray(plan.weights)

@@ -29,6 +29,7 @@ from fadex.caching.plan import (
     ForecastPlan,
     StepInfo,
     check_breaks,
+    check_sample_axes,
     plan_forecaster,
     ring_slots,
 )
@@ -261,8 +262,9 @@ def cached_sample(
       guidance_interval: ``(low, high)``, as in :func:`fadex.sampling.sample`. At ``"output"``
         the null branch is not computed outside of it; the guided output jumps at its ends, so
         the plan needs breaks there (:func:`~fadex.sampling.guidance_breaks`). Inside the model
-        both branches stay in the cache: no jump, no breaks, and nothing saved. A
-        :class:`~fadex.caching.Forecaster`, and times that are traced, are not checked.
+        both branches stay in the cache: no jump, no breaks, and nothing saved. Of a
+        :class:`~fadex.caching.Forecaster` the schedule must name the breaks; times that are
+        traced are not checked.
       cache_dtype: dtype of the snapshots, e.g. bfloat16; sums run in float32.
       return_trajectory: also return all states ``[S + 1, B, ...]``.
       return_stats: also return :class:`~fadex.caching.CacheStats`; keeps one more feature.
@@ -273,7 +275,7 @@ def cached_sample(
 
     Raises:
       ValueError: a bad argument, by name, when tracing; ``plan`` when it forecasts over an end
-        of the guidance interval.
+        of the guidance interval, or looks at each sample and was made for another site.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -306,6 +308,7 @@ def cached_sample(
             f"plan: expected a ForecastPlan or a Forecaster, got {type(plan).__name__}"
         )
     check_site(denoiser, site)
+    check_sample_axes(forecaster, site)
     check_mesh(x)
     times, null_cond = check_run(
         x, cond, timesteps, forecaster.schedule.num_steps, guidance, null_cond, cfg_channels,
@@ -313,7 +316,7 @@ def cached_sample(
     )
     interval = check_interval(guidance_interval, null_cond)
     known = is_concrete(timesteps) and is_concrete(guidance_interval)
-    if interval is not None and site == "output" and isinstance(plan, ForecastPlan) and known:
+    if interval is not None and site == "output" and known:
         check_breaks(plan, guidance_breaks(timesteps, guidance_interval))
     history = _history_of(forecaster)
     slots, _ = ring_slots(forecaster.schedule, history)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fadex.caching import StepInfo, cached_sample, dmd, make_plan, taylorseer, uniform_schedule
+from fadex.caching import (
+    StepInfo,
+    bezicast_plan,
+    cached_sample,
+    dmd,
+    make_plan,
+    taylorseer,
+    uniform_schedule,
+)
 from fadex.caching.dmd import fit_roots, root_weights
 from fadex.caching.plan import ring_slots
 from fadex.core import Denoiser
@@ -152,11 +160,29 @@ def test_a_linear_model_is_sampled_exactly_and_programs_are_shared(compiles):
 def test_modules_have_fits_of_their_own(tiny):
     denoiser, params, x, y, _ = tiny
     schedule = uniform_schedule(14, 2, warmup=1)
-    out, stats = cached_sample(
-        denoiser, params, x, y, timesteps=uniform_times(14), plan=dmd(schedule, axes=2),
-        site="module", return_stats=True,
+    run = functools.partial(
+        cached_sample, denoiser, params, cond=y, timesteps=uniform_times(14), site="module"
     )
+    out, stats = run(x, plan=dmd(schedule, axes=2), return_stats=True)
     assert bool(jnp.isfinite(out).all()) and int(stats.nfe) == schedule.nfe
+    broken, _ = run(x.at[1].set(jnp.nan), plan=dmd(schedule, axes=2), return_stats=True)
+    np.testing.assert_array_equal(broken[::2], out[::2])
+
+
+@pytest.mark.parametrize("make", [dmd, lambda s, axes=1: bezicast_plan(
+    s, guard="state", site="output" if axes == 1 else "module")], ids=["dmd", "state guard"])
+def test_forecasters_that_look_at_samples_are_refused_at_another_site(tiny, make):
+    denoiser, params, x, y, _ = tiny
+    schedule = uniform_schedule(6, 2)
+    assert make(schedule).sample_axes == 1 and make(schedule, axes=2).sample_axes == 2
+    for site, axes in (("module", 1), ("output", 2), ("crf", 2)):
+        right = 3 - axes
+        mixed = ", and would mix samples" if site == "module" else ""
+        message = (rf"plan: this forecaster takes {axes} leading axes .* site='{site}' has "
+                   rf"{right}{mixed}; build it with axes={right} \(bezicast_plan: site='{site}'\)")
+        with pytest.raises(ValueError, match=message):
+            cached_sample(denoiser, params, x, y, timesteps=uniform_times(6), site=site,
+                          plan=make(schedule, axes=axes))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -171,7 +197,7 @@ def test_the_fit_lowers_for_accelerators(platform):
         jax.ShapeDtypeStruct((2, 3, 7, 7), jnp.float32), *shapes[1:])
 
 
-def test_errors_name_the_argument(gaussian):
+def test_errors_name_the_argument():
     for options, message in (
         ({"rank": 3}, "rank: expected one of 1, 2"),
         ({"history": 3}, "history: rank 2 needs 4 snapshots, got 3"),
@@ -180,5 +206,4 @@ def test_errors_name_the_argument(gaussian):
         with pytest.raises(ValueError, match=message):
             dmd(SCHEDULE, **options)
     with pytest.raises(ValueError, match="axes: expected at most the 2 axes"):
-        cached_sample(*gaussian, jnp.ones((2, 3)), None, timesteps=uniform_times(STEPS),
-                      plan=dmd(SCHEDULE, axes=3))
+        dmd(SCHEDULE, axes=3).init(jnp.ones((2, 3)))

@@ -9,7 +9,9 @@ import pytest
 from fadex.caching import (
     CacheSchedule,
     ForecastPlan,
+    GuardConfig,
     cached_sample,
+    dmd,
     fade_plan,
     lut_from_tree,
     lut_to_tree,
@@ -18,6 +20,7 @@ from fadex.caching import (
     profile_fade,
     profile_least_squares,
     reuse,
+    state_guarded,
     taylorseer,
     uniform_schedule,
 )
@@ -57,8 +60,9 @@ def runs(apply, **kwargs):
 
 
 def unchecked(schedule, rule):
-    """A plan as a forecaster, which is trusted."""
-    return plan_forecaster(make_plan(schedule, rule))
+    """A plan as a forecaster that names its breaks, and is trusted, but looks back over them."""
+    plan = make_plan(schedule._replace(breaks=()), rule)
+    return plan_forecaster(plan)._replace(schedule=schedule.with_breaks(BREAKS))
 
 
 @pytest.mark.smoke
@@ -68,7 +72,7 @@ def test_forecasts_are_exact_with_breaks_and_wrong_without():
         np.testing.assert_allclose(cached(plan=make_plan(BROKEN, rule)), full(), atol=2e-6)
     # The same computed steps, but order 2 reaches back over the jump; and so does order 1
     # without the second anchor behind it.
-    mixed = cached(plan=unchecked(BROKEN._replace(breaks=()), taylorseer(2)))
+    mixed = cached(plan=unchecked(BROKEN, taylorseer(2)))
     assert np.abs(mixed - full()).max() > 0.05
     anchored = PLAIN.with_anchors(BREAKS)
     mixed = cached(plan=unchecked(anchored, taylorseer(1)))
@@ -77,6 +81,24 @@ def test_forecasts_are_exact_with_breaks_and_wrong_without():
     np.testing.assert_allclose(jitted(3.0), full(), atol=2e-6)
     with pytest.raises(ValueError, match="plan: .* forecast of step 17 weighs step 11 before it"):
         cached(plan=make_plan(anchored, taylorseer(1)))
+
+
+@pytest.mark.parametrize("make", [dmd, lambda s: state_guarded(
+    make_plan(s, taylorseer(1)), GuardConfig(r0=1e3))], ids=["dmd", "state guard"])
+def test_forecasters_must_name_the_breaks_too(make):
+    full, cached = runs(linear)
+    np.testing.assert_allclose(cached(plan=make(BROKEN)), full(), atol=1e-4)
+    advice = "schedule.with_breaks.fadex.sampling.guidance_breaks"
+    for schedule, missing in (
+        (PLAIN, r"does not compute \[5\]"),
+        (BROKEN._replace(breaks=()), r"no breaks at \[5, 16\]"),
+        (BROKEN._replace(breaks=(16,)), r"no breaks at \[5\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"plan: .*{missing}; .*{advice}"):
+            cached(plan=make(schedule))
+    # Times that are traced can't be checked; inside the model nothing jumps.
+    traced = jax.eval_shape(lambda t: cached(plan=make(PLAIN), timesteps=t), jnp.asarray(TIMES))
+    assert traced.shape == full().shape
 
 
 def test_the_same_holds_with_a_grid_per_sample():
