@@ -2,7 +2,7 @@
 
 A bundle is a :mod:`fadex.core.checkpoint` folder (Orbax arrays, one manifest with the SHA-256
 of every file) whose tree has up to three parts, ``params``, ``plan`` and ``table``. The static
-side (schedules, what the table was profiled on) lies in the manifest's metadata.
+side (schedules, what a table was profiled on) lies in the manifest's metadata.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fadex.caching.fade_table import FadeLUT, lut_from_tree, lut_to_tree
+from fadex.caching.fuca import FucaTables
+from fadex.caching.fuca_profile import FucaPlan
 from fadex.caching.plan import ForecastPlan, check_plan
 from fadex.caching.schedule import CacheSchedule
 from fadex.core import checkpoint
+from fadex.core.checks import check_finite
 from fadex.core.pytree import tree_hash
 
 _FORMAT, _VERSION = "fadex.bundle", 1
@@ -27,13 +30,13 @@ class Bundle(NamedTuple):
 
     Attributes:
       params: the model's parameters.
-      plan: the :class:`~fadex.caching.ForecastPlan`, or None.
+      plan: the :class:`~fadex.caching.ForecastPlan` or :class:`~fadex.caching.FucaPlan`, or None.
       table: the :class:`~fadex.caching.FadeLUT`, or None.
       metadata: what the caller added, as JSON gives it back.
     """
 
     params: Any
-    plan: ForecastPlan | None
+    plan: ForecastPlan | FucaPlan | None
     table: FadeLUT | None
     metadata: Any
 
@@ -42,7 +45,7 @@ def save_bundle(
     path: str | os.PathLike[str],
     *,
     params: Any,
-    plan: ForecastPlan | None = None,
+    plan: ForecastPlan | FucaPlan | None = None,
     table: FadeLUT | None = None,
     metadata: Any = None,
     overwrite: bool = False,
@@ -52,7 +55,10 @@ def save_bundle(
     Args:
       path: the folder to create.
       params: parameters, any pytree that :func:`fadex.core.checkpoint.save` takes.
-      plan, table: stored bit for bit (weights keep their dtype, float64 on the host).
+      plan: from :func:`~fadex.caching.make_plan` and its like, or
+        :func:`~fadex.caching.place_fuca` (``FucaPlan(schedule, tables)`` for tables made apart).
+        Stored bit for bit (weights keep their dtype, float64 on the host), like ``table``.
+      table: from :func:`~fadex.caching.profile_fade`.
       metadata: anything that JSON can hold.
       overwrite: replace a checkpoint that is at ``path``.
 
@@ -62,6 +68,7 @@ def save_bundle(
     Raises:
       ValueError: the parts do not belong together (other numbers of steps or anchors, a table
         of another model), or the plan's weights do not fit its schedule. Nothing was written.
+      TypeError: ``plan`` is neither kind. Forecasters hold functions; rebuild or export those.
       FileExistsError: ``path`` exists and ``overwrite`` is false, or is not a checkpoint.
 
     Example:
@@ -79,12 +86,7 @@ def save_bundle(
         "format": _FORMAT, "version": _VERSION, "plan": None, "table": None, "user": metadata,
     }
     if plan is not None:
-        schedule = plan.schedule
-        tree["plan"] = {"weights": plan.weights}
-        about["plan"] = {
-            "num_steps": schedule.num_steps, "anchors": list(schedule.anchors),
-            "breaks": list(schedule.breaks),
-        }
+        tree["plan"], about["plan"] = _plan_to_tree(plan)
     if table is not None:
         tree["table"], about["table"] = lut_to_tree(table)
     return checkpoint.save(path, tree, metadata=about, overwrite=overwrite)
@@ -132,9 +134,7 @@ def load_bundle(
     tree = checkpoint.restore(path, target, sharding=places)
     plan = table = None
     if about["plan"] is not None:
-        steps, *rest = (about["plan"][name] for name in ("num_steps", "anchors", "breaks"))
-        schedule = CacheSchedule(steps, *(tuple(part) for part in rest))
-        plan = ForecastPlan(schedule, tree["plan"]["weights"])
+        plan = _plan_from_tree(tree["plan"], about["plan"], path)
     if about["table"] is not None:
         table = lut_from_tree(tree["table"], about["table"])
     params = tree.get("params", {})
@@ -151,9 +151,79 @@ def _like(entry: dict[str, Any]) -> Any:
         jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _check_parts(params: Any, plan: ForecastPlan | None, table: FadeLUT | None) -> None:
-    if plan is not None:
+def _plan_to_tree(plan: ForecastPlan | FucaPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and JSON metadata of a plan."""
+    schedule = plan.schedule
+    about: dict[str, Any] = {
+        "num_steps": schedule.num_steps, "anchors": list(schedule.anchors),
+        "breaks": list(schedule.breaks),
+    }
+    if isinstance(plan, ForecastPlan):
+        return {"weights": plan.weights}, about
+    fields = plan.tables._asdict()
+    arrays = {name: value for name, value in fields.items() if hasattr(value, "dtype")}
+    plain = {name: _pack(value) for name, value in fields.items() if name not in arrays}
+    return arrays, about | {"kind": "fuca", "plain": plain}
+
+
+def _plan_from_tree(arrays: Any, about: dict[str, Any], path: Any) -> ForecastPlan | FucaPlan:
+    steps, *rest = (about[name] for name in ("num_steps", "anchors", "breaks"))
+    schedule = CacheSchedule(steps, *(tuple(part) for part in rest))
+    if "kind" not in about:
+        return ForecastPlan(schedule, arrays["weights"])
+    fields = dict(arrays) | {name: _unpack(value) for name, value in about["plain"].items()}
+    try:
+        return FucaPlan(schedule, FucaTables(**fields))
+    except TypeError as error:
+        raise ValueError(f"path: {path} has FuCa tables of another version ({error})") from error
+
+
+def _pack(value: Any) -> Any:
+    """JSON in which tuples stay tuples; floats come back bit for bit as they are."""
+    return {"tuple": [_pack(part) for part in value]} if isinstance(value, tuple) else value
+
+
+def _unpack(value: Any) -> Any:
+    return tuple(_unpack(part) for part in value["tuple"]) if isinstance(value, dict) else value
+
+
+def _check_fuca(plan: FucaPlan) -> None:
+    """Raise ValueError for tables whose rows do not fit the schedule."""
+    schedule, tables = plan.schedule.validate(), plan.tables
+    bounds = (*schedule.anchors, schedule.num_steps)
+    count, size = schedule.nfe, np.shape(tables.predictor)[-1]
+    widest = max(np.diff(bounds))
+    shapes = {
+        "scale": (count,), "predictor": (count, size), "corrector": (count, size + 1),
+        "slope": (count,), "path_scale": (count, widest), "path": (count, widest, size + 1),
+        "tail_scale": (widest,), "tail": (widest, size),
+    }
+    for name, want in shapes.items():
+        rows = getattr(tables, name)
+        if np.shape(rows) != want:
+            raise ValueError(
+                f"plan.tables.{name}: expected shape {want} for {count} anchors of "
+                f"{schedule.num_steps} steps, got {np.shape(rows)}"
+            )
+        check_finite(f"plan.tables.{name}", rows)
+    if (tables.anchors, tables.breaks) != (schedule.anchors, schedule.breaks):
+        raise ValueError(
+            f"plan.tables: made for anchors {tables.anchors} and breaks {tables.breaks}, the "
+            f"schedule has {schedule.anchors} and {schedule.breaks}"
+        )
+
+
+def _check_parts(
+    params: Any, plan: ForecastPlan | FucaPlan | None, table: FadeLUT | None
+) -> None:
+    if isinstance(plan, FucaPlan):
+        _check_fuca(plan)
+    elif isinstance(plan, ForecastPlan):
         check_plan(plan)
+    elif plan is not None:
+        raise TypeError(
+            f"plan: expected a ForecastPlan or a FucaPlan, got {type(plan).__name__}"
+        )
     if table is None:
         return
     # A table over time serves any number of steps; a table by step only its own schedule.

@@ -7,7 +7,12 @@ import pytest
 from flax import nnx
 
 from fadex.caching import (
+    FucaPlan,
+    FucaTables,
+    dmd,
     fade_plan,
+    fuca_sample,
+    fuca_tables,
     load_bundle,
     make_plan,
     profile_fade,
@@ -85,6 +90,46 @@ def test_every_part_but_the_model_is_optional(parts, tmp_path):
                          params_target=params)
     assert isinstance(bundle.plan.weights, jax.Array) and bundle.table is None
     np.testing.assert_array_equal(bundle.plan.weights, on_device.weights)
+
+
+def test_fuca_plans_come_back_bit_for_bit(parts, tmp_path):
+    params, *_ = parts
+    denoiser, _ = from_nnx(Tiny(nnx.Rngs(1)))
+    x, times = jax.random.normal(jax.random.key(1), (2, 3)), uniform_times(STEPS)
+    tables = fuca_tables(times, SCHEDULE, history=3)
+    rng = np.random.default_rng(0)  # as if fitted: every digit of a float64 counts
+    tables = tables._replace(
+        predictor=tables.predictor * (1 + 1e-9 * rng.normal(size=tables.predictor.shape)),
+        guidance=0.1 + 0.2,
+    )
+    plan = FucaPlan(SCHEDULE, tables)
+    path = save_bundle(tmp_path / "b", params=params, plan=plan)
+    for bundle in (load_bundle(path, params_target=params), load_bundle(path)):
+        again = bundle.plan
+        assert isinstance(again, FucaPlan) and again.schedule == SCHEDULE
+        assert isinstance(again.tables, FucaTables)
+        for have, want in zip(again.tables, tables):
+            assert type(have) is type(want)
+            if isinstance(want, np.ndarray):
+                assert have.dtype == want.dtype == np.float64
+                np.testing.assert_array_equal(have, want)
+            else:
+                assert have == want
+    tables = tables._replace(guidance=None)  # this run is not guided
+    run = lambda tables: fuca_sample(denoiser, params, x, None, timesteps=times,
+                                     schedule=SCHEDULE, tables=tables)
+    np.testing.assert_array_equal(run(again.tables._replace(guidance=None)), run(tables))
+    other = SCHEDULE._replace(breaks=())
+    for bad, message in (
+        (plan._replace(schedule=uniform_schedule(STEPS, 2)), "plan.tables.scale: expected shape"),
+        (plan._replace(schedule=other), r"plan.tables: made for .* breaks \(5,\), the schedule"),
+        (plan._replace(tables=tables._replace(slope=tables.slope * np.nan)), "plan.tables.slope"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_bundle(tmp_path / "bad", params=params, plan=bad)
+    with pytest.raises(TypeError, match="plan: expected a ForecastPlan or a FucaPlan, got Fore"):
+        save_bundle(tmp_path / "bad", params=params, plan=dmd(SCHEDULE))
+    assert not (tmp_path / "bad").exists()
 
 
 def test_parts_that_do_not_belong_together_are_refused_before_anything_is_written(parts, tmp_path):
