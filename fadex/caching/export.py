@@ -26,11 +26,12 @@ needs the package ``flatbuffers`` (``pip install 'fadex-jax[export]'``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fadex._version import __version__
-from fadex.caching.plan import ForecastPlan
+from fadex.caching.adaptive import Policy, adaptive_sample
+from fadex.caching.fuca import fuca_sample
+from fadex.caching.fuca_profile import FucaPlan
+from fadex.caching.plan import Forecaster, ForecastPlan
 from fadex.caching.sampling import cached_sample
 from fadex.core.checks import check_choice, check_int
 from fadex.core.denoiser import Denoiser
@@ -76,6 +80,38 @@ def _describe(tree: Any, *, drop_batch: bool) -> list[dict[str, Any]]:
     return leaves
 
 
+def _sampler_of(
+    plan: Any, run: Any, site: str, cache_dtype: Any, options: Mapping[str, Any]
+) -> tuple[Callable[..., jax.Array], str, Any]:
+    """What to run with ``(denoiser, params, x, cond, **shared)``, its name, and its schedule."""
+    if (plan is None) == (run is None):
+        raise ValueError("plan, run: expected exactly one of them")
+    if run is not None:
+        if site != "output" or cache_dtype is not None or options:
+            raise ValueError("site, cache_dtype, options: bind them to run, by functools.partial")
+        if not callable(run):
+            raise TypeError(f"run: expected a sampling function, got {type(run).__name__}")
+        inner = run.func if isinstance(run, functools.partial) else run
+        bound = run.keywords if isinstance(run, functools.partial) else {}
+        schedule = bound.get("schedule", getattr(bound.get("plan"), "schedule", None))
+        return run, getattr(inner, "__name__", type(inner).__name__), schedule
+    if isinstance(plan, (ForecastPlan, Forecaster)):
+        bound = dict(plan=plan, site=site, cache_dtype=cache_dtype)
+        return functools.partial(cached_sample, **bound, **options), "cached_sample", plan.schedule
+    if isinstance(plan, FucaPlan):
+        if site != "output" or cache_dtype is not None:
+            raise ValueError("site, cache_dtype: a FucaPlan serves site='output', uncompressed")
+        bound = plan._asdict()
+        return functools.partial(fuca_sample, **bound, **options), "fuca_sample", plan.schedule
+    if isinstance(plan, Policy):
+        bound = dict(policy=plan, site=site, cache_dtype=cache_dtype)
+        return functools.partial(adaptive_sample, **bound, **options), "adaptive_sample", None
+    raise TypeError(
+        "plan: expected a ForecastPlan, a Forecaster, a FucaPlan or a Policy, got "
+        f"{type(plan).__name__}"
+    )
+
+
 def export_sampler(
     denoiser: Denoiser,
     params: Any,
@@ -83,7 +119,9 @@ def export_sampler(
     shape: tuple[int, ...],
     cond: Any = None,
     timesteps: Any,
-    plan: ForecastPlan,
+    plan: ForecastPlan | Forecaster | FucaPlan | Policy | None = None,
+    run: Callable[..., jax.Array] | None = None,
+    options: Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
     site: str = "output",
     guidance: float = 1.0,
@@ -97,15 +135,25 @@ def export_sampler(
     include_params: bool = True,
     path: str | os.PathLike[str] | None = None,
 ) -> bytes:
-    """Export :func:`~fadex.caching.cached_sample` with everything but the noise bound.
+    """Export a cached sampler with everything but the noise bound.
 
     Args:
       denoiser, params: the model.
       shape: of one sample, without the batch axis.
       cond: an example of the conditions, arrays or ``jax.ShapeDtypeStruct`` with a leading
         batch axis of any length; only dtypes and the other axes count. None without.
-      timesteps, plan, sampler, site, cfg_channels, guidance_interval, cache_dtype: as in
+      timesteps, sampler, site, cfg_channels, guidance_interval, cache_dtype: as in
         :func:`~fadex.caching.cached_sample`; ``timesteps`` is one grid ``[S + 1]``.
+      plan: says which sampler runs: :func:`~fadex.caching.cached_sample` for a
+        :class:`~fadex.caching.ForecastPlan` or :class:`~fadex.caching.Forecaster`,
+        :func:`~fadex.caching.fuca_sample` for a :class:`~fadex.caching.FucaPlan`, and
+        :func:`~fadex.caching.adaptive_sample` for a :class:`~fadex.caching.Policy`, whose
+        numbers are baked in.
+      run: in place of ``plan``, any function that is called like those, e.g.
+        ``functools.partial(toca_sample, schedule=schedule)``; gets ``key`` for a stochastic
+        ``sampler`` only, and returns the samples alone.
+      options: further keywords of the sampler, e.g. ``{"cooldown": 2, "order": 1}`` of
+        :func:`~fadex.caching.adaptive_sample`.
       guidance: the default of the exported sampler; a call may pass another.
       guided: whether the program holds the null branch; by default when ``guidance`` is not 1.
       dtype: of the latents.
@@ -123,6 +171,7 @@ def export_sampler(
 
     Raises:
       ValueError: a bad argument, by name.
+      TypeError: ``plan`` is none of those.
       ImportError: ``flatbuffers`` is not installed.
 
     Example:
@@ -142,8 +191,7 @@ def export_sampler(
     from jax import export
 
     sampler = flow_euler() if sampler is None else sampler
-    if not isinstance(plan, ForecastPlan):
-        raise TypeError(f"plan: expected a ForecastPlan, got {type(plan).__name__}")
+    cached, name, schedule = _sampler_of(plan, run, site, cache_dtype, options or {})
     if np.ndim(timesteps) != 1:
         raise ValueError(f"timesteps: expected one grid [S + 1], got shape {np.shape(timesteps)}")
     if np.ndim(guidance):
@@ -172,15 +220,21 @@ def export_sampler(
     structure = jax.tree.structure(cond)
     names = jax.tree.structure(params)
 
-    def run(weights, x, cond, null_cond, guidance, key):
-        return cached_sample(
-            denoiser, params if include_params else names.unflatten(weights), x[0],
-            structure.unflatten(cond), timesteps=timesteps, plan=plan, sampler=sampler, site=site,
+    def program(weights, x, cond, null_cond, guidance, key):
+        shared = dict(
+            timesteps=timesteps, sampler=sampler, cfg_channels=cfg_channels,
+            guidance=guidance[0] if guided else 1.0, guidance_interval=guidance_interval,
             null_cond=structure.unflatten(null_cond) if guided else None,
-            guidance=guidance[0] if guided else 1.0, cfg_channels=cfg_channels,
-            guidance_interval=guidance_interval, cache_dtype=cache_dtype,
-            key=jax.random.wrap_key_data(key[0], impl="threefry2x32") if key else None,
         )
+        if key:
+            shared["key"] = jax.random.wrap_key_data(key[0], impl="threefry2x32")
+        out = cached(
+            denoiser, params if include_params else names.unflatten(weights), x[0],
+            structure.unflatten(cond), **shared,
+        )
+        if not isinstance(out, jax.Array):
+            raise ValueError(f"{name}: an export returns the samples alone, got {type(out)}")
+        return out
 
     size = export.symbolic_shape(_BATCH)[0] if batch is None else batch
     arguments = [
@@ -194,8 +248,12 @@ def export_sampler(
         for role, leaves in operands.items()
     ]
     blobs, programs, offset = [], {}, 0
+    if guided and isinstance(plan, FucaPlan):
+        # In the program guidance is traced: whether the tables were fitted at it is seen here.
+        shapes = [*arguments[:4], *arguments[5:]]
+        jax.eval_shape(lambda *a: program(*a[:4], [guidance], *a[4:]), *shapes)
     for platform in platforms:
-        blob = bytes(export_for(platform, run, *arguments).serialize())
+        blob = bytes(export_for(platform, program, *arguments).serialize())
         digest = hashlib.sha256(blob).hexdigest()
         programs[platform] = {"offset": offset, "size": len(blob), "sha256": digest}
         blobs.append(blob)
@@ -204,8 +262,10 @@ def export_sampler(
         "format": _FORMAT, "version": _VERSION,
         "written_by": {"fadex": __version__, "jax": jax.__version__},
         "programs": programs, "operands": operands, "batch": batch, "guidance": float(guidance),
-        "num_steps": plan.schedule.num_steps, "nfe": plan.schedule.nfe,
-        "anchors": list(plan.schedule.anchors), "site": site,
+        "num_steps": len(timesteps) - 1, "site": site, "run": name,
+        # Null where it is decided while sampling, or not known.
+        "nfe": None if schedule is None else schedule.nfe,
+        "anchors": None if schedule is None else list(schedule.anchors),
         "timesteps": np.asarray(timesteps, np.float32).tolist(),
     }
     text = json.dumps(header, sort_keys=True).encode()

@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import subprocess
@@ -10,11 +11,17 @@ import pytest
 from flax import nnx
 
 from fadex.caching import (
+    FucaPlan,
+    adaptive_sample,
     cached_sample,
+    dmd,
     export_sampler,
+    fuca_sample,
+    fuca_tables,
     load_sampler,
     make_plan,
     taylorseer,
+    teacache,
     uniform_schedule,
 )
 from fadex.core import Denoiser, checkpoint
@@ -140,6 +147,59 @@ def test_dict_conditions_intervals_and_trained_samplers_are_exported(compiles):
     with compiles() as count:
         jax.block_until_ready(loaded(x, COND, null_cond=null, guidance=7.5))
     assert count() == 0
+
+
+@pytest.mark.parametrize("how", ["dmd", "fuca", "policy", "function"])
+def test_every_cached_sampler_can_leave_as_a_file(how):
+    schedule, options, run = uniform_schedule(STEPS, 3), {}, cached_sample
+    if how == "fuca":
+        plan = FucaPlan(schedule, fuca_tables(TIMES, schedule)._replace(guidance=2.0))
+        keywords, run = plan._asdict(), fuca_sample
+        given = dict(plan=plan)
+    elif how == "policy":
+        plan, options, run = teacache(0.3, signal="latent"), dict(cooldown=2), adaptive_sample
+        keywords, given = dict(policy=plan, **options), dict(plan=plan, options=options)
+        schedule = None
+    elif how == "function":
+        keywords, run = dict(schedule=schedule, revise="none"), fuca_sample
+        given = dict(run=functools.partial(run, **keywords))
+    else:
+        keywords = given = dict(plan=dmd(schedule, rank=1))
+    content = export_sampler(SMALL, WEIGHTS, shape=(5, 2), cond=COND, guidance=2.0,
+                             timesteps=TIMES, **given)
+    loaded = load_sampler(content)
+    header = loaded.header
+    assert header["num_steps"] == STEPS and header["run"] == run.__name__
+    assert header["nfe"] == (None if schedule is None else schedule.nfe)
+    assert header["anchors"] == (None if schedule is None else list(schedule.anchors))
+    null = jax.tree.map(lambda a: -a, COND)
+    x = noise(2, (5, 2))
+    want = run(SMALL, WEIGHTS, x, COND, timesteps=TIMES, null_cond=null, guidance=2.0, **keywords)
+    close(loaded(x, COND, null_cond=null), want)
+    one = jax.tree.map(lambda a: a[1:], COND)  # the batch is open
+    alone = loaded(x[1:], one, null_cond=jax.tree.map(lambda a: -a, one))
+    assert alone.shape == (1, 5, 2)
+    if how != "policy":  # which decides for the whole batch
+        close(alone, want[1:])
+
+
+def test_what_an_export_runs_is_checked_by_name():
+    shared = dict(shape=(5, 2), timesteps=TIMES)
+    schedule = uniform_schedule(STEPS, 3)
+    fuca = FucaPlan(schedule, fuca_tables(TIMES, schedule)._replace(guidance=2.0))
+    function = functools.partial(cached_sample, plan=PLAN)
+    stats = functools.partial(function, return_stats=True)
+    for error, given, message in (
+        (ValueError, {}, "plan, run: expected exactly one"),
+        (ValueError, dict(plan=PLAN, run=function), "plan, run: expected exactly one"),
+        (TypeError, dict(plan=taylorseer(1)), "plan: expected a ForecastPlan, .* got WeightRule"),
+        (ValueError, dict(plan=fuca, site="crf"), "site, cache_dtype: a FucaPlan serves"),
+        (ValueError, dict(plan=fuca, cond=COND, guidance=4.0), "guidance: the tables were profil"),
+        (ValueError, dict(run=function, site="crf"), "site, cache_dtype, options: bind them to"),
+        (ValueError, dict(run=stats), "cached_sample: an export returns the samples alone"),
+    ):
+        with pytest.raises(error, match=message):
+            export_sampler(SMALL, WEIGHTS, **shared, **given)
 
 
 def test_stochastic_samplers_take_a_key():
