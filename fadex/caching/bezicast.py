@@ -56,7 +56,7 @@ from fadex.caching.plan import (
     plan_forecaster,
 )
 from fadex.caching.schedule import CacheSchedule
-from fadex.core.checks import check_choice, check_int, check_real
+from fadex.core.checks import check_choice, check_int, check_real, is_concrete
 
 
 class GuardConfig(NamedTuple):
@@ -108,6 +108,8 @@ def _fit_weights(
 ) -> np.ndarray:
     """Equivalent weights of the Tikhonov fit through all of ``pos``."""
     nodes = np.asarray(pos, np.float64)
+    if s == nodes[-1]:
+        raise ValueError(f"s: must differ from the oldest anchor of {pos}, got {s}")
     if len(nodes) == 1:
         return np.ones(1)
     if len(set(pos)) < len(pos):
@@ -241,22 +243,30 @@ def bezicast_plan(
         back), None for none, or ``"state"`` for the guard that looks at each sample's features
         (a :class:`~fadex.caching.Forecaster` comes back).
       state_guard: of ``guard="state"``.
-      site, cache_dtype: of ``guard="state"`` only: where features are cached (``"module"``
-        keeps a risk for each feature and sample) and the dtype of the snapshots. A static plan
-        serves every site.
+      site: where features are cached. ``guard="state"`` depends on it (``"module"`` keeps a
+        risk for each feature and sample); a static plan serves every site.
+      cache_dtype: of ``guard="state"``, the dtype of the snapshots.
+
+    Raises:
+      ValueError: a bad argument, by name, or one that the chosen guard would not use.
 
     Example:
       >>> from fadex.caching import bezicast_plan, uniform_schedule
       >>> bezicast_plan(uniform_schedule(12, 4)).weights.shape
       (12, 3)
     """
+    check_choice("site", site, ("output", "crf", "module"))
     if isinstance(guard, str):
         check_choice("guard", guard, ("state",))
-        check_choice("site", site, ("output", "crf", "module"))
         _check(degree, window, ridge, state_guard, toward)
         bare = make_plan(schedule, bezicast(degree, window, ridge, None, toward))
         axes = 2 if site == "module" else 1
         return state_guarded(bare, GuardConfig(*state_guard), axes=axes, cache_dtype=cache_dtype)
+    if cache_dtype is not None or state_guard != STATE_GUARD:
+        raise ValueError(
+            "cache_dtype, state_guard: belong to guard='state'; a static plan takes its "
+            f"cache_dtype in cached_sample (got guard={guard!r})"
+        )
     return make_plan(schedule, bezicast(degree, window, ridge, guard, toward))
 
 
@@ -303,8 +313,17 @@ class _GuardedObserve:
         # snapshot gives the same forms, without the digits that raw features would cancel.
         gaps = ring.history.astype(jnp.float32) - feature.astype(jnp.float32)
         gaps = gaps.reshape(*gaps.shape[: self.axes + 1], -1)
+        # The risk is a ratio: a common factor of each sample keeps squares in range.
+        size = jax.lax.stop_gradient(jnp.abs(gaps).max((0, -1), keepdims=True))
+        gaps = gaps / jnp.where(size > 0, size, 1.0)
         gram = jnp.einsum("i...m,j...m->...ij", gaps, gaps, precision="highest")
         return GuardedState(ring, gram)
+
+
+def _root(square: jax.Array) -> jax.Array:
+    """Square root with a derivative of 0 at 0 (an unfilled window, a constant feature)."""
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,9 +334,8 @@ class _GuardedPredict:
         row: _Row = info.row
         history = state.ring.history
         form = lambda v: jnp.einsum("...ij,i,j->...", state.gram, v, v, precision="highest")
-        moved = jnp.sqrt(jnp.maximum(form(row.weights - row.simplex), 0.0))
-        change = jnp.sqrt(jnp.maximum(form(row.change), 0.0))
-        risk = moved / jnp.maximum(change, 1e-30)
+        moved, change = _root(form(row.weights - row.simplex)), _root(form(row.change))
+        risk = moved / jnp.where(change > 0, change, 1.0)
         pull = -jnp.expm1(-jnp.maximum(risk - self.guard.r0, 0.0) / self.guard.scale)
         weights = row.weights + pull[..., None] * (row.simplex - row.weights)  # [*samples, K]
         total = 0.0
@@ -339,9 +357,22 @@ def state_guarded(
       axes: leading axes of the feature that count as samples: 1 at ``"output"`` and ``"crf"``,
         2 at ``"module"`` (features and samples).
       cache_dtype: dtype of the snapshots.
+
+    Raises:
+      ValueError: weights per site, traced weights, or a bad threshold.
+
+    Example:
+      >>> from fadex.caching import make_plan, state_guarded, taylorseer, uniform_schedule
+      >>> plan = make_plan(uniform_schedule(12, 4), taylorseer(2))
+      >>> state_guarded(plan).table.weights.shape
+      (12, 3)
     """
     if np.ndim(plan.weights) != 2:
         raise ValueError(f"plan.weights: expected [S, K], got shape {np.shape(plan.weights)}")
+    if not is_concrete(plan.weights):
+        raise ValueError("plan.weights: must be concrete, their projections are made on the host")
+    _check(1, 2, 0.0, guard, "line")
+    axes = check_int("axes", axes, minimum=1)
     weights = np.asarray(plan.weights, np.float64)
     simplex, change = np.zeros_like(weights), np.zeros_like(weights)
     for s in plan.schedule.skipped:
@@ -358,4 +389,5 @@ def state_guarded(
         observe=_GuardedObserve(inner.observe, axes),
         predict=_GuardedPredict(GuardConfig(*guard)),
         table=_Row(*(part.table for part in parts)),
+        sample_axes=axes,
     )

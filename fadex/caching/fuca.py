@@ -28,6 +28,7 @@ sees two weighted sums and one model call for each.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fadex.caching.fade_table import sampler_name
 from fadex.caching.fuca_crf import run_crf
 from fadex.caching.kernels import weighted_sum
 from fadex.caching.newton import lagrange_weights
@@ -56,6 +58,8 @@ LARGEST_SLOPE = 1e3
 class FucaTables(NamedTuple):
     """Everything about a FuCa run that does not depend on the sample; float64 on the host.
 
+    (A sampler that looks its coefficients up in float32, as ``ddim`` does, gives that precision.)
+
     Row ``i`` belongs to the ``i``-th anchor ``f``, reached from the anchor ``s`` before it (the
     first row stands still). ``K`` velocities are kept; columns count their age *before* ``f``
     is evaluated (0 is ``s``).
@@ -69,6 +73,8 @@ class FucaTables(NamedTuple):
         of the segment, rows past its end repeat its last one.
       tail_scale, tail: ``[N]`` and ``[N, K]``: the steps behind the last anchor, forecast;
         columns count from the last anchor.
+      anchors, breaks, times, sampler: the run that the rows were made for; another is refused.
+      guidance: what fitted rows were profiled at; None for rows that follow from the schedule.
     """
 
     scale: np.ndarray
@@ -79,8 +85,21 @@ class FucaTables(NamedTuple):
     path: np.ndarray
     tail_scale: np.ndarray
     tail: np.ndarray
+    anchors: tuple[int, ...]
+    breaks: tuple[int, ...]
+    times: np.ndarray
+    sampler: str
+    guidance: float | None = None
 
 
+@functools.lru_cache(maxsize=64)
+def _affine_steps(sampler: Sampler, times: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """``A`` and ``B`` of every step; kept, because a sampler may compute them on the device."""
+    pairs = [_affine(sampler, t, u) for t, u in itertools.pairwise(times)]
+    return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
+
+
+@functools.lru_cache(maxsize=4096)
 def _affine(sampler: Sampler, t: float, t_next: float) -> tuple[float, float]:
     """``A, B`` of the sampler's step ``x' = A x + B out`` between two times."""
     with jax.ensure_compile_time_eval():
@@ -137,8 +156,7 @@ def fuca_tables(
     weights = np.asarray(predictor.weights, np.float64)
     size = max(predictor.history, corrector_order, check_int("history", history or 1, minimum=1))
     anchors = schedule.anchors
-    affine = [_affine(sampler, times[q], times[q + 1]) for q in range(steps)]
-    a, b = np.array(affine).T
+    a, b = _affine_steps(sampler, tuple(times.tolist()))
     widest = max(f - s for s, f in zip(anchors, (*anchors[1:], steps)))
 
     def run(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,12 +196,15 @@ def fuca_tables(
                 rows[q - s, -1], rows[q - s, : len(known)] = w[0], w[1:]
         path_scale[i], path[i] = run(rows, s)
         scale[i], corrector[i] = path_scale[i, f - s - 1], path[i, f - s - 1]
-        slope[i] = _slope(sampler, times[f], revise)
+        slope[i] = _slope(sampler, float(times[f]), revise)
     if revise == "profiled":
         slope = _profiled_slope(revision, schedule)
     last = anchors[-1]
     tail_scale, tail = run(forecast_rows(last, steps), last)
-    return FucaTables(scale, jump, corrector, slope, path_scale, path, tail_scale, tail)
+    return FucaTables(
+        scale, jump, corrector, slope, path_scale, path, tail_scale, tail, anchors,
+        schedule.breaks, times, sampler_name(sampler),
+    )
 
 
 def _slope(sampler: Sampler, t: float, revise: str) -> float:
@@ -340,6 +361,59 @@ _STATIC = ("denoiser", "cfg_channels", "return_trajectory", "return_stats")
 _run_output = jax.jit(_output_program, static_argnames=_STATIC)
 
 
+def check_fuca(
+    x, cond, timesteps, schedule, guidance, null_cond, cfg_channels, guidance_interval, sampler,
+    predictor, site="output",
+) -> tuple[Any, Any]:
+    """Check what sampling and profiling share; return the null branch and the interval."""
+    _check_sampler(sampler)
+    if not is_concrete(timesteps):
+        raise ValueError("timesteps: FuCa folds them into its tables; pass concrete values")
+    if np.ndim(timesteps) == 2:
+        raise ValueError(
+            "timesteps: FuCa takes one grid [S + 1] for the whole batch; run the groups of "
+            "samples that share a grid one after the other"
+        )
+    schedule.validate()
+    _, null_cond = check_run(
+        x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, None
+    )
+    interval = check_interval(guidance_interval, null_cond)
+    if interval is not None and site == "output" and is_concrete(guidance_interval):
+        breaks = guidance_breaks(timesteps, guidance_interval)
+        check_breaks(_as_plan(schedule, predictor), breaks)
+        if not set(breaks) <= set(schedule.breaks):
+            raise ValueError(
+                f"schedule: the guided output jumps at the steps {breaks}; name them with "
+                "schedule.with_breaks(fadex.sampling.guidance_breaks(timesteps, "
+                "guidance_interval)), or they would be interpolated over"
+            )
+    return null_cond, interval
+
+
+def _check_tables(tables, timesteps, schedule, sampler, guidance) -> None:
+    """Raise ValueError for tables of another run, saying in what they differ."""
+    if (tables.anchors, tables.breaks) != (schedule.anchors, schedule.breaks):
+        raise ValueError(
+            f"tables: made for anchors {tables.anchors} and breaks {tables.breaks}, the schedule "
+            f"has {schedule.anchors} and {schedule.breaks}"
+        )
+    times = np.asarray(timesteps, np.float64)
+    if tables.times.shape != times.shape or not np.allclose(tables.times, times, rtol=1e-5,
+                                                            atol=1e-6):
+        raise ValueError("timesteps: the tables were made for another time grid")
+    if tables.sampler != sampler_name(sampler):
+        raise ValueError(
+            f"sampler: the tables were made for {tables.sampler!r}, got {sampler_name(sampler)!r}"
+        )
+    if tables.guidance is None or not is_concrete(guidance) or np.ndim(guidance):
+        return
+    if abs(float(guidance) - tables.guidance) > 0.25 * max(abs(tables.guidance), 1e-6):
+        raise ValueError(
+            f"guidance: the tables were profiled at {tables.guidance:g}, got {float(guidance):g}"
+        )
+
+
 def fuca_sample(
     denoiser: Denoiser,
     params: Any,
@@ -376,11 +450,14 @@ def fuca_sample(
         rule, 2 (default) adds the anchor before; 3 was measured to be unstable at ``N >= 6``.
       revise: how the velocity follows the revised state: ``"none"``, ``"x0"`` (clean-data
         estimate fixed), ``"x0_damped"`` (0.4 of that in the half nearer to the data; better on
-        most settings of the benchmark, hence the default),
+        most settings of the benchmark, hence the default; at short intervals the others may
+        win),
         ``"profiled"`` with ``revision`` from :func:`profile_revision`, or at the site ``"crf"``
         ``"head"``: the head evaluated once more, on the revised state.
       revision: slopes :math:`c_f`, one for each anchor, for ``revise="profiled"``.
-      tables: from :func:`profile_fuca`, in place of the four arguments above; at the output.
+      tables: from :func:`profile_fuca` or :func:`place_fuca`, in place of the four arguments
+        above; at the output. Tables of another schedule, time grid, sampler or guidance (by more
+        than a quarter) are refused.
       sampler: a deterministic one-step sampler: :func:`~fadex.sampling.flow_euler` (default),
         ``ddim(eta=0)``.
       site: ``"output"``, or ``"crf"``: forecasts and interpolates the cumulative residual, and
@@ -408,30 +485,12 @@ def fuca_sample(
       (2, 4)
     """
     sampler = flow_euler() if sampler is None else sampler
-    _check_sampler(sampler)
     check_choice("site", site, ("output", "crf"))
     check_site(denoiser, site)
-    if not is_concrete(timesteps):
-        raise ValueError("timesteps: FuCa folds them into its tables; pass concrete values")
-    if np.ndim(timesteps) == 2:
-        raise ValueError(
-            "timesteps: FuCa takes one grid [S + 1] for the whole batch; run the groups of "
-            "samples that share a grid one after the other"
-        )
-    schedule.validate()
-    _, null_cond = check_run(
-        x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, None
+    null_cond, interval = check_fuca(
+        x, cond, timesteps, schedule, guidance, null_cond, cfg_channels, guidance_interval,
+        sampler, predictor if site == "output" else None, site,
     )
-    interval = check_interval(guidance_interval, null_cond)
-    if interval is not None and site == "output" and is_concrete(guidance_interval):
-        breaks = guidance_breaks(timesteps, guidance_interval)
-        check_breaks(_as_plan(schedule, predictor), breaks)
-        if not set(breaks) <= set(schedule.breaks):
-            raise ValueError(
-                f"schedule: the guided output jumps at the steps {breaks}; name them with "
-                "schedule.with_breaks(fadex.sampling.guidance_breaks(timesteps, "
-                "guidance_interval)), or they would be interpolated over"
-            )
     if revision is not None and revise != "profiled":
         raise ValueError(f"revision: only for revise='profiled', got revise={revise!r}")
     shared = dict(
@@ -439,6 +498,8 @@ def fuca_sample(
         return_stats=return_stats,
     )
     x = jnp.asarray(x)
+    if revise == "profiled" and site == "crf":
+        raise ValueError("revise: 'profiled' slopes are measured at site='output'")
     if revise == "head" and site != "crf":
         raise ValueError("revise: 'head' evaluates the model's head, at site='crf' only")
     if tables is None:
@@ -446,13 +507,19 @@ def fuca_sample(
             timesteps, schedule, predictor=predictor, corrector_order=corrector_order,
             revise=revise, revision=revision, sampler=sampler,
         )
-    elif site != "output" or revise != "x0_damped" or predictor != "taylor1":
-        raise ValueError("tables: they replace predictor and revise, and serve site='output'")
-    elif len(tables.scale) != schedule.nfe or not isinstance(tables, FucaTables):
-        raise ValueError(
-            f"tables: expected FucaTables of a schedule with {schedule.nfe} anchors, got "
-            f"{len(tables.scale)} rows"
-        )
+    else:
+        if not isinstance(tables, FucaTables):
+            raise TypeError(
+                f"tables: expected FucaTables, got {type(tables).__name__}; pass a FucaPlan as "
+                "**plan._asdict()"
+            )
+        plain = (revise, predictor, corrector_order) == ("x0_damped", "taylor1", 2)
+        if site != "output" or not plain:
+            raise ValueError(
+                "tables: they replace predictor, corrector_order and revise, and serve "
+                "site='output'"
+            )
+        _check_tables(tables, timesteps, schedule, sampler, guidance)
     if site == "crf":
         final, states, after, sizes, cost = run_crf(
             (params, x, cond, null_cond, guidance, interval), timesteps, schedule,

@@ -28,6 +28,7 @@ from fadex.caching.fuca import (
     LARGEST_SLOPE,
     FucaTables,
     advance,
+    check_fuca,
     device_tables,
     fuca_sample,
     fuca_tables,
@@ -38,7 +39,7 @@ from fadex.caching.profile_schedule import profile_schedule
 from fadex.caching.schedule import CacheSchedule, custom_schedule
 from fadex.core.checks import check_real
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_interval, check_run
+from fadex.sampling.guidance import Guided, check_run
 from fadex.sampling.samplers import Sampler, flow_euler
 
 
@@ -52,8 +53,8 @@ def _slopes(params, x, cond, null_cond, guidance, interval, device, *, denoiser,
         x, ring = carry
         ahead, velocity, revised = advance(model, x, ring, row)
         exact = model(revised, row.t)
-        shift = (revised - ahead).astype(jnp.float32)
-        change = (exact - velocity).astype(jnp.float32)
+        wide = lambda a: a.astype(jnp.float32)
+        shift, change = wide(revised) - wide(ahead), wide(exact) - wide(velocity)
         slope = jnp.vdot(change, shift) / jnp.maximum(jnp.vdot(shift, shift), 1e-30)
         ring = jax.lax.dynamic_update_index_in_dim(ring, exact.astype(ring.dtype), row.slot, 0)
         return (revised, ring), jnp.where(row.moved, slope, 0.0)
@@ -91,12 +92,26 @@ def profile_revision(
 
     over a profiling batch, which evaluates the model twice at each anchor. Arguments are those
     of :func:`fuca_sample`; the result goes there as ``revision``.
+
+    Raises:
+      ValueError: a bad argument, by name, or a run that is not finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fadex.caching import profile_revision, uniform_schedule
+      >>> from fadex.core import Denoiser
+      >>> from fadex.sampling import uniform_times
+      >>> denoiser = Denoiser(lambda params, x, t, cond: x * params)
+      >>> slopes = profile_revision(denoiser, jnp.float32(0.5), jnp.ones((2, 4)), None,
+      ...                           timesteps=uniform_times(20), schedule=uniform_schedule(20, 9))
+      >>> [round(float(c), 2) for c in slopes]  # the slope of this model, where steps were skipped
+      [0.0, 0.0, 0.0, 0.5, 0.5]
     """
     sampler = flow_euler() if sampler is None else sampler
-    _, null_cond = check_run(
-        x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, None
+    null_cond, interval = check_fuca(
+        x, cond, timesteps, schedule, guidance, null_cond, cfg_channels, guidance_interval,
+        sampler, predictor,
     )
-    interval = check_interval(guidance_interval, null_cond)
     tables = fuca_tables(
         timesteps, schedule, predictor=predictor, corrector_order=corrector_order,
         revise="none", sampler=sampler,
@@ -132,6 +147,7 @@ def _correction(columns: list, residual: Any, ridge: float) -> np.ndarray:
     The columns are written as the first one and differences to it, because velocities differ
     by little; ``ridge`` is relative to the size of each of those.
     """
+    columns = [column.astype(jnp.float32) for column in columns]
     basis = [columns[0], *(column - columns[0] for column in columns[1:])]
     triangle = np.asarray(_triangle(basis, residual), np.float64)
     triangle = np.pad(triangle, [(0, len(basis) + 1 - len(triangle)), (0, 0)])
@@ -175,6 +191,9 @@ def profile_fuca(
     Returns:
       Tables for runs with the same timesteps, schedule, sampler and guidance.
 
+    Raises:
+      ValueError: a bad argument, by name, or a full run that is not finite.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fadex.caching import fuca_sample, profile_fuca, uniform_schedule
@@ -189,10 +208,11 @@ def profile_fuca(
     """
     sampler = flow_euler() if sampler is None else sampler
     ridge = check_real("ridge", ridge, minimum=0.0)
-    times, null_cond = check_run(
-        x, cond, timesteps, schedule.num_steps, guidance, null_cond, cfg_channels, sampler, None
+    null_cond, interval = check_fuca(
+        x, cond, timesteps, schedule, guidance, null_cond, cfg_channels, guidance_interval,
+        sampler, predictor,
     )
-    interval = check_interval(guidance_interval, null_cond)
+    times = jnp.asarray(timesteps, jnp.float32)
     tables = fuca_tables(
         timesteps, schedule, predictor=predictor, corrector_order=corrector_order,
         revise="none", history=history, sampler=sampler,
@@ -225,7 +245,11 @@ def profile_fuca(
         ahead = (base + total(jump[i], past)).astype(x.dtype)
         velocity = evaluate(ahead, times[f])
         if f - s > 1 and f in schedule.breaks:
-            corrector[i, :size], path[i, f - s - 1 :, :size] = jump[i], jump[i]
+            change = jump[i] - tables.predictor[i]
+            corrector[i, :size] = jump[i]
+            for q in range(f - s):
+                path[i, q, :size] += change * (q + 1) / (f - s)
+            path[i, f - s :] = corrector[i]
             x = ahead
         elif f - s > 1:
             columns = [*past, velocity]
@@ -237,8 +261,8 @@ def profile_fuca(
                 path[i, q, ages] += change * (q + 1) / (f - s)
             path[i, f - s :] = corrector[i]
             revised = (base + total(corrector[i, ages], columns)).astype(x.dtype)
-            shift = (revised - ahead).astype(jnp.float32)
-            wanted = (outs[f] - velocity).astype(jnp.float32)
+            wide = lambda a: a.astype(jnp.float32)
+            shift, wanted = wide(revised) - wide(ahead), wide(outs[f]) - wide(velocity)
             slope[i] = float(jnp.vdot(wanted, shift) / jnp.maximum(jnp.vdot(shift, shift), 1e-30))
             slope[i] = np.clip(slope[i], -LARGEST_SLOPE, LARGEST_SLOPE)
             velocity = (velocity + slope[i] * shift).astype(velocity.dtype)
@@ -247,9 +271,21 @@ def profile_fuca(
             x = ahead
         # At a break the output jumps: nothing older tells what comes.
         past = [velocity] if f in schedule.breaks else [velocity, *past][:size]
-    for part in (jump, corrector, slope):
+    tail, last = tables.tail.copy(), anchors[-1]
+    if schedule.num_steps - last > 1:  # forecast to the end: fit that, too
+        count = schedule.num_steps - last
+        base = tables.tail_scale[count - 1] * x.astype(jnp.float32)
+        change = _correction(past, base + total(tail[count - 1], past) - states[-1], ridge)
+        for q in range(count):
+            tail[q, : len(past)] += change * (q + 1) / count
+        tail[count:] = tail[count - 1]
+    for part in (jump, corrector, slope, tail):
         _finite(part)
-    return tables._replace(predictor=jump, corrector=corrector, slope=slope, path=path)
+    level = 1.0 if null_cond is None else guidance
+    return tables._replace(
+        predictor=jump, corrector=corrector, slope=slope, path=path, tail=tail,
+        guidance=float(level) if np.ndim(level) == 0 else None,
+    )
 
 
 class FucaPlan(NamedTuple):
@@ -284,6 +320,9 @@ def place_fuca(
         :func:`fuca_sample`; ``x`` is the profiling batch.
       nfe: model evaluations of a run.
       history: as in :func:`profile_fuca`.
+
+    Raises:
+      ValueError: a bad argument, by name (``nfe`` outside ``[2, S]``, a multistep sampler, ...).
 
     Example:
       >>> import jax, jax.numpy as jnp

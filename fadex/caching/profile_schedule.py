@@ -49,37 +49,38 @@ def _lagrange(nodes: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def segment_errors(
-    triangle: np.ndarray, gains: np.ndarray, times: np.ndarray, step: int, kind: str,
-    max_interval: int,
+    outputs: np.ndarray, gains: np.ndarray, times: np.ndarray, step: int, kind: str, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors of all segments that start at ``step``.
+    """Errors of all segments that start at ``step`` and are at most ``width`` long.
+
+    Args:
+      outputs: ``[S, r]``, coordinates of the profiled outputs.
+      gains, times: ``[S]`` and ``[S + 1]``.
 
     Returns:
-      ``[s, n]`` for earlier anchors ``a < s`` and ends ``f = s + 1 ..``, and ``[n]`` for a start
-      that has no anchor before it.
+      ``[G, H]`` by the distance (1, 2, ..) of the earlier anchor and of the end, and ``[H]`` for a
+      start that has no anchor before it.
     """
     steps = len(gains)
-    ends = np.arange(step + 1, min(step + max_interval, steps - 1) + 1)
-    inside = np.arange(steps)
+    lengths = np.arange(1, min(width, steps - 1 - step) + 1)
+    back = np.arange(1, min(width, step) + 1)
+    inside = step + np.arange(len(lengths))  # every step that a segment may hold
 
-    def errors(nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        real = (inside[None, :] >= step) & (inside[None, :] < ends[:, None])
-        at = np.broadcast_to(times[inside], (len(ends), steps))
-        weights = _lagrange(times[nodes], at) * (gains * real)[..., None]
-        rows = gains * real
-        np.subtract.at(rows, (np.arange(len(ends))[:, None], nodes), weights.sum(1))
-        return np.linalg.norm(rows @ triangle.T, axis=-1)
+    def errors(before: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        nodes = [np.full(len(lengths), step)]
+        nodes = [step + lengths, *nodes] if kind == "interpolate" else nodes
+        nodes = np.stack(nodes + ([step - before] if len(before) else []), axis=1)
+        gain = gains[inside] * (inside < step + lengths[:, None])
+        at = np.broadcast_to(times[inside], gain.shape)
+        weights = (_lagrange(times[nodes], at) * gain[..., None]).sum(1)
+        error = gain @ outputs[inside] - np.einsum("cn,cnr->cr", weights, outputs[nodes])
+        return np.linalg.norm(error, axis=-1)
 
-    ahead = [ends] if kind == "interpolate" else []
-    here = np.full(len(ends), step)
-    alone = errors(np.stack([*ahead, here], axis=1), ends)
-    if step == 0:
-        return np.zeros((0, len(ends))), alone
-    before = np.repeat(np.arange(step), len(ends))
-    tiled = np.tile(ends, step)
-    ahead = [tiled] if kind == "interpolate" else []
-    nodes = np.stack([*ahead, np.full(len(tiled), step), before], axis=1)
-    return errors(nodes, tiled).reshape(step, len(ends)), alone
+    alone = errors(np.zeros(0, int), lengths)
+    if not len(back):
+        return np.zeros((0, len(lengths))), alone
+    pairs = errors(np.repeat(back, len(lengths)), np.tile(lengths, len(back)))
+    return pairs.reshape(len(back), len(lengths)), alone
 
 
 def profile_schedule(
@@ -146,10 +147,17 @@ def profile_schedule(
         raise ValueError("params: the full run gave values that are not finite while profiling")
     times = np.asarray(times, np.float64)
     gains = _gains(sampler, times)
-    max_interval = max(max_interval, -(-(steps - 1) // (nfe - 1)))
+    width = min(max(max_interval, -(-(steps - 1) // (nfe - 1))), steps - 1)
     return custom_schedule(
-        steps, _best_anchors(triangle, gains, times, nfe, kind, max_interval)
+        steps, _best_anchors(_coordinates(triangle), gains, times, nfe, kind, width)
     )
+
+
+def _coordinates(triangle: np.ndarray) -> np.ndarray:
+    """Outputs ``[S, r]`` in their own principal directions, those of float32 noise left out."""
+    _, sizes, directions = np.linalg.svd(triangle, full_matrices=False)
+    kept = sizes > 1e-7 * max(sizes[0], 1e-30)
+    return (sizes[kept, None] * directions[kept]).T
 
 
 def _gains(sampler: Sampler, times: np.ndarray) -> np.ndarray:
@@ -171,28 +179,26 @@ def _gains(sampler: Sampler, times: np.ndarray) -> np.ndarray:
 
 
 def _best_anchors(
-    triangle: np.ndarray, gains: np.ndarray, times: np.ndarray, nfe: int, kind: str,
-    max_interval: int,
+    outputs: np.ndarray, gains: np.ndarray, times: np.ndarray, nfe: int, kind: str, width: int
 ) -> list[int]:
-    """Dynamic program over ``cost[count][a, s]``: best runs whose last two anchors are these."""
+    """Dynamic program over ``cost[count, s, g]``: ``count`` anchors, the last at ``s - g, s``."""
     steps = len(gains)
-    cost = np.full((nfe + 1, steps, steps), np.inf)
-    came = np.zeros((nfe + 1, steps, steps), np.int32)
+    cost = np.full((nfe + 1, steps, width + 1), np.inf)
+    came = np.zeros((nfe + 1, steps, width + 1), np.int32)
     for s in range(steps - 1):
-        between, alone = segment_errors(triangle, gains, times, s, kind, max_interval)
-        ends = slice(s + 1, s + 1 + between.shape[1])
+        pairs, alone = segment_errors(outputs, gains, times, s, kind, width)
+        lengths = np.arange(1, len(alone) + 1)
         if s == 0:
-            cost[2, 0, ends] = alone
+            cost[2, lengths, lengths] = alone
             continue
-        # Every run that ends at (a, s), lengthened to f.
-        for count in range(2, nfe):
-            total = cost[count, :s, s][:, None] + between
-            best = np.argmin(total, axis=0)
-            cost[count + 1, s, ends] = total[best, np.arange(total.shape[1])]
-            came[count + 1, s, ends] = best
-    before = int(np.argmin(cost[nfe, :, steps - 1]))
-    anchors, count = [steps - 1, before], nfe
+        # Every run that ends at (s - g, s), lengthened to s + h.
+        total = cost[2:nfe, s, 1 : len(pairs) + 1, None] + pairs
+        cost[3:, s + lengths, lengths] = total.min(axis=1)
+        came[3:, s + lengths, lengths] = total.argmin(axis=1) + 1
+    gap = int(np.argmin(cost[nfe, steps - 1]))
+    anchors, count = [steps - 1], nfe
     while count > 2:
-        anchors.append(int(came[count, anchors[-1], anchors[-2]]))
-        count -= 1
-    return anchors
+        here = anchors[-1]
+        anchors.append(here - gap)
+        gap, count = int(came[count, here, gap]), count - 1
+    return [*anchors, 0]

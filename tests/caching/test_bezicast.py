@@ -137,6 +137,10 @@ def test_fewer_anchors_lower_the_degree_and_one_is_reuse():
     (dict(guard=GuardConfig(2.0, 0.0)), "guard.scale: must lie in"),
     (dict(guard="soft"), "guard: expected one of 'state'"),
     (dict(guard="state", site="head"), "site: expected one of"),
+    (dict(site="head"), "site: expected one of"),
+    (dict(cache_dtype=jnp.bfloat16), "cache_dtype, state_guard: belong to guard='state'"),
+    (dict(guard=None, state_guard=GuardConfig(1.0, 1.0)), "belong to guard='state'"),
+    (dict(guard="state", state_guard=GuardConfig(-1.0, 1.0)), "guard.r0: must lie in"),
 ])
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
@@ -146,6 +150,8 @@ def test_bad_arguments_are_named(options, message):
 def test_repeated_anchors_and_empty_weights_are_refused():
     with pytest.raises(ValueError, match="schedule: anchors must be distinct"):
         bezier_weights((4, 4, 2), 6)
+    with pytest.raises(ValueError, match="s: must differ from the oldest anchor"):
+        bezier_weights((10, 6, 2), 2)
     with pytest.raises(ValueError, match="w: expected at least one weight"):
         simplex_projection(np.zeros((3, 0)))
     with pytest.raises(TypeError, match="guard: expected a GuardConfig"):
@@ -214,6 +220,23 @@ def test_the_state_guard_judges_each_sample_alone():
     np.testing.assert_allclose(spoiled[keep], whole[keep], rtol=1e-5, atol=1e-6)
     mapped = jax.vmap(lambda x, c: run(plan, x[None], c[None])[0])(x, c)
     np.testing.assert_allclose(mapped, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_pass_the_state_guard():
+    """Its square roots meet zero at unfilled windows; that derivative must not be infinite."""
+    plan = bezicast_plan(SCHEDULE, guard="state", state_guard=GuardConfig(0.0, 1.0))
+    x = jax.random.normal(jax.random.key(2), (3, 5))
+    loss = lambda c: (run(plan, x, c) ** 2).sum()
+    c, direction, eps = jnp.array([0.3, 0.6, 0.9]), jnp.array([1.0, -1.0, 0.5]), 1e-2
+    slope = (loss(c + eps * direction) - loss(c - eps * direction)) / (2 * eps)
+    assert float(jax.grad(loss)(c) @ direction) == pytest.approx(float(slope), rel=2e-2)
+
+
+def test_a_guard_on_huge_features_stays_finite():
+    huge = Denoiser(lambda p, x, t, c: p * 1e22 * (1 + jnp.sin(7 * t))[:, None] * jnp.ones_like(x))
+    plan = bezicast_plan(SCHEDULE, guard="state")
+    out = cached_sample(huge, jnp.float32(1), jnp.zeros((2, 3)), None, timesteps=TIMES, plan=plan)
+    assert np.isfinite(out).all()
 
 
 def test_the_state_guard_serves_any_plan_and_a_constant_feature_is_no_risk():

@@ -85,20 +85,24 @@ ONE = jnp.float32(1.0)
 ], ids=["uniform", "ragged tail", "irregular", "one anchor"])
 def test_the_folded_rows_equal_the_steps_written_out(schedule):
     times = uniform_times(20) ** 1.3
-    for order, rule in ((1, taylorseer(1)), (2, taylorseer(2)), (3, newton(2))):
+    slopes = {
+        "none": lambda t: 0.0, "x0": lambda t: 1 / max(t, 1e-3),
+        "x0_damped": lambda t: (0.4 if t < 0.5 else 1.0) / max(t, 1e-3),
+    }
+    for order, rule, revise in (
+        (1, taylorseer(1), "x0"), (2, taylorseer(2), "none"), (3, newton(2), "x0_damped"),
+    ):
         x, states = fuca_sample(
             CURVED, ONE, X, None, timesteps=times, schedule=schedule, corrector_order=order,
-            revise="x0",
-            predictor=make_plan(schedule, rule), return_trajectory=True,
+            revise=revise, predictor=make_plan(schedule, rule), return_trajectory=True,
         )
         expected = written_out(X, np.asarray(times, np.float64), schedule, CURVED_NUMPY, order,
-                               rule=rule)
+                               rule=rule, slope=slopes[revise])
         np.testing.assert_allclose(states, expected, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(x, expected[-1], rtol=2e-4, atol=2e-5)
         short = fuca_sample(
             CURVED, ONE, X, None, timesteps=times, schedule=schedule, corrector_order=order,
-            revise="x0",
-            predictor=make_plan(schedule, rule),
+            revise=revise, predictor=make_plan(schedule, rule),
         )
         np.testing.assert_allclose(short, x, rtol=1e-5, atol=1e-6)
 
@@ -184,6 +188,13 @@ def test_noise_predictions_follow_ddim_and_are_revised_by_one_over_sigma():
                        revise="x0")
     expected = written_out(X, times, schedule, exact, slope=lambda t: 1 / sigma(t), step=step)
     np.testing.assert_allclose(ours, expected[-1], rtol=2e-3, atol=1e-4)
+    damped = fuca_sample(denoiser, ONE, X, None, timesteps=times, schedule=schedule,
+                         sampler=ddim())  # the default: 0.4 of it where the noise has the minority
+    expected = written_out(
+        X, times, schedule, exact, step=step,
+        slope=lambda t: (0.4 if sigma(t) < alpha(t) else 1.0) / sigma(t),
+    )
+    np.testing.assert_allclose(damped, expected[-1], rtol=2e-3, atol=1e-4)
     full = sample(denoiser, ONE, X, None, timesteps=times, sampler=ddim())
     plan = make_plan(schedule, taylorseer(1))
     taylor = cached_sample(denoiser, ONE, X, None, timesteps=times, plan=plan, sampler=ddim())
@@ -445,13 +456,44 @@ def test_bad_arguments_are_named(options, message):
 
 
 def test_tables_of_another_run_are_refused():
-    times = uniform_times(20)
-    tables = fuca_tables(times, uniform_schedule(20, 4))
-    shared = dict(timesteps=times, tables=tables)
-    with pytest.raises(ValueError, match="tables: expected FucaTables of a schedule with"):
-        fuca_sample(CURVED, ONE, X, None, schedule=uniform_schedule(20, 7), **shared)
-    with pytest.raises(ValueError, match="tables: they replace predictor and revise"):
-        fuca_sample(CURVED, ONE, X, None, schedule=uniform_schedule(20, 4), revise="none", **shared)
+    times, schedule = uniform_times(20), uniform_schedule(20, 4)
+    tables = fuca_tables(times, schedule)
+    run = functools.partial(fuca_sample, CURVED, ONE, X, None)
+    shared = dict(timesteps=times, schedule=schedule, tables=tables)
+    with pytest.raises(ValueError, match="tables: made for anchors"):
+        run(**{**shared, "schedule": uniform_schedule(20, 7)})
+    with pytest.raises(ValueError, match="timesteps: the tables were made for another"):
+        run(**{**shared, "timesteps": times**1.2})
+    with pytest.raises(ValueError, match="sampler: the tables were made for 'euler_step"):
+        run(**shared, sampler=ddim())
+    for options in (dict(revise="none"), dict(corrector_order=3)):
+        with pytest.raises(ValueError, match="tables: they replace predictor"):
+            run(**shared, **options)
+    with pytest.raises(TypeError, match="tables: expected FucaTables, got dict"):
+        run(**{**shared, "tables": {}})
     with pytest.raises(TypeError, match="predictor: expected 'taylor1' or a ForecastPlan"):
-        fuca_sample(CURVED, ONE, X, None, timesteps=times, schedule=uniform_schedule(20, 4),
-                    predictor="taylor9")
+        run(timesteps=times, schedule=schedule, predictor="taylor9")
+    cond, null = jnp.ones(3), jnp.zeros(3)
+    denoiser = Denoiser(lambda p, x, t, c: p * jnp.tanh(x) * (1 + c)[:, None])
+    guided = dict(timesteps=times, schedule=schedule, null_cond=null)
+    fitted = profile_fuca(denoiser, ONE, X, cond, guidance=3.0, **guided)
+    with pytest.raises(ValueError, match="guidance: the tables were profiled at 3, got 1"):
+        fuca_sample(denoiser, ONE, X, cond, tables=fitted, timesteps=times, schedule=schedule)
+    fuca_sample(denoiser, ONE, X, cond, tables=fitted, guidance=3.2, **guided)
+
+
+def test_steps_behind_the_last_anchor_are_fitted_too(gaussian):
+    denoiser, params = gaussian
+    times = uniform_times(16)
+    schedule = uniform_schedule(16, 4, cooldown=0)
+    assert schedule.anchors[-1] < 15
+    x = jax.random.normal(jax.random.key(9), (4, 12))
+    shared = dict(timesteps=times, schedule=schedule)
+    tables = profile_fuca(denoiser, params, x, None, **shared)
+    got, states = fuca_sample(
+        denoiser, params, x, None, tables=tables, return_trajectory=True, **shared
+    )
+    full = sample(denoiser, params, x, None, timesteps=times)
+    np.testing.assert_allclose(got, full, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(states[-1], got, rtol=1e-5, atol=1e-6)
+    assert np.abs(fuca_sample(denoiser, params, x, None, **shared) - full).max() > 1e-3
