@@ -311,8 +311,8 @@ def place_fuca(
 ) -> FucaPlan:
     """Anchors and fitted rows for a budget of evaluations: FuCa at its best here.
 
-    Fits FuCa on three placements of ``nfe`` anchors (both kinds of :func:`profile_schedule`, and
-    evenly spread ones) and keeps the one whose samples come nearest to the full run's on the
+    Fits FuCa on four placements of ``nfe`` anchors (both kinds of :func:`profile_schedule`, and
+    evenly spread ones with and without a warm-up) and keeps the one whose samples come nearest to the full run's on the
     profiling batch.
 
     Args:
@@ -348,7 +348,10 @@ def place_fuca(
         for kind in ("interpolate", "forecast")
     ]
     steps = placed[0].num_steps
-    placed.append(custom_schedule(steps, np.linspace(0, steps - 1, nfe).round().astype(int)))
+    even = lambda first, count: np.linspace(first, steps - 1, count).round().astype(int)
+    placed.append(custom_schedule(steps, even(0, nfe)))
+    if nfe > 4:  # a warm-up of three, as in uniform_schedule
+        placed.append(custom_schedule(steps, [0, 1, *even(2, nfe - 2)]))
     solver = flow_euler() if sampler is None else sampler
     times, null_cond = check_run(
         x, cond, timesteps, steps, guidance, null_cond, cfg_channels, solver, None
