@@ -367,7 +367,7 @@ def main():
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--train-seeds", type=int, default=3)
     parser.add_argument("--train-steps", type=int, default=1500)
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=192)
     parser.add_argument("--profile-samples", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--wall-intervals", type=int, nargs="+", default=[5])

@@ -33,6 +33,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -653,7 +654,7 @@ def notes(side: TorchSide) -> list[str]:
         side, DMDCalibratorConfig, residual_diff_threshold=threshold, max_warmup_steps=3
     )
     _, computed = side.counted(prepared, side.test)
-    gaps = [b - a for a, b in zip(computed, computed[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(computed)]
     found.append(
         "cache-dit DMD fits four or more equally spaced computed steps only; a dynamic threshold "
         f"gives it the spacings {gaps} here, so that it mostly falls back. With the mask of a "
