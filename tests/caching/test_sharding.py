@@ -12,7 +12,8 @@ import dataclasses, functools, json, re
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from fadex.caching import cached_sample, make_plan, taylorseer, uniform_schedule
+from fadex.caching import (adaptive_sample, cached_sample, fuca_sample, make_plan, taylorseer,
+                           teacache, uniform_schedule)
 from fadex.models import DiT, DiTConfig, from_nnx
 from fadex.sampling import ab2, uniform_times
 
@@ -33,10 +34,11 @@ def collectives(text):
     return len(re.findall(rf"\b({names})(?:-start)?\(", text))
 
 times = uniform_times(6)
-plan = make_plan(uniform_schedule(6, 3, warmup=2), taylorseer(1))
+plan = make_plan(uniform_schedule(6, 2, warmup=1, cooldown=0), taylorseer(1))  # one scan
 denoiser, params = build(config)
 key = jax.random.key(0)
-found = {"batch": {}, "tokens": {}}
+found = {"batch": {}, "tokens": {}, "refused": {}}
+others = {}
 
 # Samples over the devices; a 1-D mesh, parameters on every device.
 mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -54,14 +56,29 @@ for site, guidance in (("output", 1.0), ("crf", 1.0), ("module", 3.0)):
         gap=gap(out, alone), kept=out.sharding.is_equivalent_to(rows, 4),
         collectives=collectives(spread.as_text()),
     )
+# The other samplers, on a model of a few operations: theirs is the loop.
+from fadex.core import Denoiser
+small = Denoiser(lambda p, x, t, c: p * jnp.tanh(x) * (1 + t + c)[:, None, None, None])
+for name, call in (
+    ("fuca", functools.partial(fuca_sample, schedule=plan.schedule)),
+    ("adaptive", functools.partial(adaptive_sample, policy=teacache(0.3, signal="latent"))),
+):
+    others[name] = call = jax.jit(functools.partial(call, small, jnp.float32(0.7), timesteps=times))
+    spread = call.lower(xs, scales := jax.device_put(0.1 * y, rows)).compile()
+    out = spread(xs, scales)
+    found["batch"][name] = dict(
+        gap=gap(out, call(x, 0.1 * y)), kept=out.sharding.is_equivalent_to(rows, 4),
+        collectives=collectives(spread.as_text()),
+    )
 grids = jnp.asarray(np.stack([times**p for p in np.linspace(1, 2, 8)]))
 own = functools.partial(run, site="output")
 explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 xe, ye = jax.device_put((x, y), NamedSharding(explicit, P("data")))
-try:
-    run(params, xe, ye)
-except ValueError as error:
-    found["refused"] = str(error)
+for name, call in dict(cached=functools.partial(run, params), **others).items():
+    try:
+        call(xe, ye)
+    except Exception as error:
+        found["refused"][name] = str(error)
 out_sharding = jax.typeof(xe).sharding
 out = jax.jit(jax.sharding.auto_axes(functools.partial(run, params), out_sharding=out_sharding))
 found["explicit"] = gap(out(xe, ye), run(params, x, y))
@@ -125,7 +142,10 @@ def test_samples_spread_over_devices_equal_those_of_one_device(found):
     # Samples are independent: without the doubled batch of guidance nothing is exchanged.
     assert found["batch"]["output 1"]["collectives"] == 0
     assert found["batch"]["crf 1"]["collectives"] == 0
-    assert "x: lies on a mesh with Explicit axes" in found["refused"]
+    assert found["batch"]["fuca"]["collectives"] == 0
+    assert found["batch"]["adaptive"]["collectives"] > 0  # which decides for the whole batch
+    for name in ("cached", "fuca", "adaptive"):
+        assert "x: lies on a mesh with Explicit axes" in found["refused"][name]
     assert found["explicit"] <= 1e-6
 
 
