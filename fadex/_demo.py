@@ -306,6 +306,8 @@ def draw_digits(
         images = built.run()
         stages = solver.evals_per_step - 1
         computed = f"{built.nfe - stages * steps} of {steps} steps computed"
+        if method == "ab2_placed":  # a grid of its own, like those above
+            computed = f"all {built.nfe} steps computed"
     images = np.asarray(images)
     if not np.all(np.isfinite(images)):
         raise ValueError("guidance: gives samples that are not finite with this checkpoint")

@@ -367,6 +367,9 @@ def test_sample_draws_with_a_method_that_has_a_loop_of_its_own(tmp_path):
     result = succeed("sample", "--method", "fuca", "--out", file, "--interval", "3", *SMALL)
     assert "FuCa: 6 of 10 steps computed" in result.stdout
     assert file.read_bytes().startswith(b"\x89PNG")
+    # A coarse grid computes all of its steps, wherever they are.
+    result = succeed("sample", "--method", "ab2_placed", "--out", file, "--interval", "3", *SMALL)
+    assert "all 6 steps computed" in result.stdout
 
 
 def test_compare_depends_on_the_seed_and_on_nothing_else(compared):

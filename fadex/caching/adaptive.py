@@ -40,7 +40,7 @@ from fadex.caching.stats import (
 )
 from fadex.core.checks import check_choice, check_int
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_interval, check_run
+from fadex.sampling.guidance import Guided, check_interval, check_mesh, check_run
 from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
@@ -361,6 +361,7 @@ def adaptive_sample(
     if not isinstance(policy, Policy):
         raise TypeError(f"policy: expected a Policy, got {type(policy).__name__}")
     check_policy(denoiser, policy.rule, site)
+    check_mesh(x)
     warmup = check_int("warmup", warmup, minimum=0)
     cooldown = check_int("cooldown", cooldown, minimum=0)
     order = check_int("order", order, minimum=0)
@@ -387,12 +388,14 @@ def adaptive_sample(
         leaves, tree = jax.tree.flatten(
             shapes_of((params, x, cond, null_cond, timesteps[0], guidance, interval))
         )
+        skip_cost, compute_cost = _costs(tuple(leaves), tree, rule=policy.rule, **static)
         found += (
             CacheStats(
                 computed=computed, wanted=wanted, fixed=fixed,
                 sizes=fold_branches(sizes, x.shape[0]),
                 threshold=policy.numbers.get("threshold"),
-                skip_cost=_skip_cost(tuple(leaves), tree, rule=policy.rule, **static),
+                skip_cost=skip_cost,
+                compute_cost=compute_cost,
                 evals_per_step=sampler.evals_per_step,
             ),
         )
@@ -400,23 +403,27 @@ def adaptive_sample(
 
 
 @functools.lru_cache(maxsize=64)
-def _skip_cost(leaves, tree, *, denoiser, rule, site, cfg_channels) -> float:
-    """Matrix products of a skipped step over those of a computed one."""
+def _costs(leaves, tree, *, denoiser, rule, site, cfg_channels) -> tuple[float, float]:
+    """Matrix products of a skipped and of a computed step over those of a plain one."""
 
-    def step(params, x, cond, null_cond, t, guidance, interval, *, skip):
+    def step(params, x, cond, null_cond, t, guidance, interval, *, kind):
         model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
+        if kind == "plain":
+            return model(x, t)
         parts = _parts(model, rule, site)
         signal, hidden = parts.probe(x, t)
-        if not skip:
+        if kind == "full":
             return signal, parts.compute(x, t, hidden)
         feature = jax.eval_shape(lambda: parts.compute(x, t, hidden)[1])
         feature = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), feature)
         return signal, parts.skip(x, t, hidden, feature)
 
     args = jax.tree.unflatten(tree, leaves)
-    return cost_share(
-        *(matmul_flops(functools.partial(step, skip=skip), *args) for skip in (True, False))
+    skip, full, plain = (
+        matmul_flops(functools.partial(step, kind=kind), *args)
+        for kind in ("skip", "full", "plain")
     )
+    return cost_share(skip, plain), cost_share(full, plain, 1.0)
 
 
 def check_policy(denoiser: Denoiser, rule: PolicyRule, site: str) -> None:
@@ -432,9 +439,10 @@ def check_policy(denoiser: Denoiser, rule: PolicyRule, site: str) -> None:
         check_site(denoiser, site)
     missing = sorted(name for name in needed if getattr(denoiser, name) is None)
     if missing:
+        way_out = "" if rule.name != "teacache" else "; signal 'latent' works with any model"
         raise ValueError(
             f"policy: {rule.name} with signal {rule.signal!r} and {rule.blocks} leading blocks "
-            f"needs a model with {', '.join(missing)}; signal 'latent' works with any model"
+            f"needs a model with {', '.join(missing)}{way_out}"
         )
 
 
@@ -450,10 +458,11 @@ class ChangeProfile(NamedTuple):
     """How signal and feature move from step to step in a run that computes everything.
 
     Attributes:
-      signal: float64 ``[S, B]``, relative L1 change of the policy's signal; row 0 is NaN.
+      signal: float64 ``[S, B]``, relative L1 change of the policy's signal; row 0 is NaN, and so
+        are those where a guidance interval begins or ends and the output jumps.
       feature: float64 ``[S, B]``, the same of the feature.
       ratios: float64 ``[S]``, mean over samples and tokens of the feature's norm over its
-        previous norm; 1 at step 0.
+        previous norm; 1 at step 0 and at jumps.
     """
 
     signal: np.ndarray
@@ -464,9 +473,9 @@ class ChangeProfile(NamedTuple):
 @functools.partial(
     jax.jit, static_argnames=("denoiser", "sampler", "rule", "site", "cfg_channels")
 )
-def _collect(params, x, cond, null_cond, timesteps, guidance, key, *, denoiser, sampler, rule,
-             site, cfg_channels):
-    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels)
+def _collect(params, x, cond, null_cond, timesteps, guidance, interval, key, *, denoiser, sampler,
+             rule, site, cfg_channels):
+    model = Guided(denoiser, params, cond, null_cond, guidance, cfg_channels, interval)
     parts = _parts(model, rule, site)
 
     def evaluate(x, t):
@@ -491,7 +500,7 @@ def _collect(params, x, cond, null_cond, timesteps, guidance, key, *, denoiser, 
 
     signal, _, feature = jax.eval_shape(lambda: evaluate(x, timesteps[0]))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (signal, feature))
-    carry = (x, sampler.init(x, key), zeros)
+    carry = (x, initial_state(sampler, x, key, timesteps[0]), zeros)
     return jax.lax.scan(body, carry, (timesteps[:-1], timesteps[1:]))[1]
 
 
@@ -508,6 +517,7 @@ def profile_changes(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     key: jax.Array | None = None,
 ) -> ChangeProfile:
     """Run the full sampler once on a profiling batch and record how far each step moves.
@@ -522,14 +532,19 @@ def profile_changes(
     timesteps, null_cond = check_run(
         x, cond, timesteps, None, guidance, null_cond, cfg_channels, sampler, key
     )
+    interval = check_interval(guidance_interval, null_cond)
     signal, feature, ratios = (
-        np.asarray(a, np.float64)
+        np.array(a, np.float64)
         for a in _collect(
-            params, jnp.asarray(x), cond, null_cond, timesteps, guidance, key, denoiser=denoiser,
-            sampler=sampler, rule=rule, site=site, cfg_channels=cfg_channels,
+            params, jnp.asarray(x), cond, null_cond, timesteps, guidance, interval, key,
+            denoiser=denoiser, sampler=sampler, rule=rule, site=site, cfg_channels=cfg_channels,
         )
     )
-    signal[0], feature[0], ratios[0] = np.nan, np.nan, 1.0
-    if not all(np.isfinite(a[1:]).all() for a in (signal, feature, ratios)):
+    # These steps are computed in any case; what happens there says nothing about the others.
+    apart = np.arange(len(ratios)) == 0
+    if interval is not None and site == "output":
+        apart = apart | np.asarray(_jumps(timesteps, interval))
+    signal[apart], feature[apart], ratios[apart] = np.nan, np.nan, 1.0
+    if not all(np.isfinite(a[~apart]).all() for a in (signal, feature, ratios)):
         raise ValueError("params: the full run gave values that are not finite while profiling")
     return ChangeProfile(signal, feature, ratios)

@@ -75,9 +75,12 @@ def profile_magcache(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     key: jax.Array | None = None,
 ) -> np.ndarray:
     """The ratios ``[S]`` of a full run on a profiling batch, float64; 1 at step 0.
+
+    At the output they are 1, too, where a guidance interval begins or ends.
 
     Args:
       site: whose magnitudes are followed: ``"crf"``, or ``"output"`` for a model without it.
@@ -86,7 +89,8 @@ def profile_magcache(
     """
     return profile_changes(
         denoiser, params, x, cond, timesteps=timesteps, rule=_RULE, site=site, sampler=sampler,
-        guidance=guidance, null_cond=null_cond, cfg_channels=cfg_channels, key=key,
+        guidance=guidance, null_cond=null_cond, cfg_channels=cfg_channels,
+        guidance_interval=guidance_interval, key=key,
     ).ratios
 
 

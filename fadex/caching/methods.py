@@ -126,7 +126,9 @@ class Built(NamedTuple):
     Attributes:
       run: ``run() -> x``, the samples; compiled on its first call.
       nfe: model evaluations that it spends.
-      cost: the same with the share of a step that skipped steps still compute.
+      cost: the same in evaluations of the plain run, by matrix products: with what skipped steps
+        still compute, and what computed steps compute beside the model. Equal to ``nfe`` for
+        static methods at the output.
     """
 
     run: Callable[[], jax.Array]
@@ -263,36 +265,47 @@ def build_method(
             options["predictor"] = method_plan(
                 "fade_open", schedule, task, site="output", **shared
             )
-        return Built(
-            lambda: fuca_sample(*batch, schedule=schedule, site=site, **options, **test), nfe, nfe
+        run = functools.partial(
+            fuca_sample, *batch, schedule=schedule, site=site, **options, **test
         )
+        return Built(run, nfe, nfe) if site == "output" else _static(run, schedule, extra)
     if name in _POLICIES:
         options = _POLICIES[name]
         make = teacache if name.startswith("teacache") else dbcache
         make = functools.partial(make, reduce="mean")
         policy = make(calibrate(make, probe, schedule.nfe, **options, **profile))
-        run = lambda **kw: adaptive_sample(*batch, policy=policy, **options, **test, **kw)
-        stats = run(return_stats=True)[1]
-        spent = int(np.max(stats.nfe))
-        return Built(run, spent, steps * sampler.evals_per_step / float(stats.estimated_speedup))
+        # One program: statistics cost next to nothing here, another program its compilation.
+        run = lambda: adaptive_sample(*batch, policy=policy, return_stats=True, **options, **test)
+        stats = run()[1]
+        cost = steps * sampler.evals_per_step / float(np.min(stats.estimated_speedup))
+        return Built(lambda: run()[0], int(np.max(stats.nfe)), cost)
     if name == "magcache":
         ratios = profile_magcache(*probe, site="crf", **profile)
         chosen = _magcache_within(ratios, schedule.nfe)
         plan = make_plan(chosen, reuse())
-        run = lambda: cached_sample(*batch, plan=plan, site="crf", **test)
-        return Built(run, chosen.nfe + extra, chosen.nfe + extra)
-    if name == "toca":
-        run = lambda **kw: toca_sample(
-            *batch, schedule=schedule, ratio=TOCA_RATIO, **test, **kw
+        return _static(
+            functools.partial(cached_sample, *batch, plan=plan, site="crf", **test), chosen, extra
         )
-        stats = run(return_stats=True)[1]
-        return Built(run, nfe, steps * sampler.evals_per_step / float(stats.estimated_speedup))
+    if name == "toca":
+        return _static(
+            functools.partial(toca_sample, *batch, schedule=schedule, ratio=TOCA_RATIO, **test),
+            schedule, extra,
+        )
     plan = method_plan(name, schedule, task, site=site, **shared)
-    return Built(lambda: cached_sample(*batch, plan=plan, site=site, **test), nfe, nfe)
+    run = functools.partial(cached_sample, *batch, plan=plan, site=site, **test)
+    return Built(run, nfe, nfe) if site == "output" else _static(run, schedule, extra)
+
+
+def _static(run: Callable[..., Any], schedule: CacheSchedule, extra: int) -> Built:
+    """A method whose steps are known, with its cost from statistics that are only traced."""
+    stats = jax.eval_shape(lambda: run(return_stats=True))[-1]
+    skipped = schedule.num_steps - schedule.nfe
+    cost = schedule.nfe * stats.compute_cost + skipped * stats.skip_cost
+    return Built(run, schedule.nfe + extra, cost + extra)
 
 
 def calibrate(
-    make: Callable[[float], Any], probe: tuple, budget: int, *, rounds: int = 14, **options: Any
+    make: Callable[[float], Any], probe: tuple, budget: int, *, rounds: int = 10, **options: Any
 ) -> float:
     """A threshold with which a policy spends a budget of evaluations.
 

@@ -1,14 +1,15 @@
 r"""What a cached run did: computed and skipped steps, residual sizes, estimated and measured gain.
 
-With ``S`` steps of which ``C`` are computed, and a skipped step that costs the share ``r`` of a
-computed one (the matrix products of both, counted by :func:`matmul_flops`), the estimate is
+With ``S`` steps of which ``C`` are computed, a skipped step that costs ``r`` steps of the plain run
+and a computed one that costs ``c`` (matrix products, counted by :func:`matmul_flops`; ``c`` exceeds
+1 where a method computes scores or a signal beside the model), the estimate is
 
-.. math:: \text{speed-up} = \frac{S}{C + (S - C)\, r},
+.. math:: \text{speed-up} = \frac{S}{C\, c + (S - C)\, r},
 
-which is ``S / NFE`` where skipped steps are free. The measured one is a ratio of medians of
-interleaved runs, :func:`measure_speedup`. A threshold that decided nothing is reported as inert:
-too high (only warm-up, cool-down and the skip limit computed anything) or too low (nothing was
-ever skipped).
+which is ``S / NFE`` where skipped steps are free and computed ones are plain. The measured one is
+a ratio of medians of interleaved runs, :func:`measure_speedup`. A threshold that decided nothing
+is reported as inert: too high (only warm-up, cool-down and the skip limit computed anything) or
+too low (nothing was ever skipped).
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class CacheStats(flax.struct.PyTreeNode):
         schedule). A step that is computed but neither wanted nor fixed met the skip limit.
       sizes: ``[S]`` or ``[S, B]``. Adaptive policies: what the threshold is compared with, per
         step. Static schedules: relative change of the feature since the previous computed
-        step. NaN where there is nothing to compare.
+        step (ToCa: to the renewed cache that it replaces), NaN at skipped steps. NaN where
+        there is nothing to compare.
       threshold: of the policy, or None.
-      skip_cost: cost of a skipped step over that of a computed one, in matrix products.
+      skip_cost: cost of a skipped step over that of a step of the plain run, in matrix products.
+      compute_cost: the same of a computed step; above 1 where more than the model runs.
       evals_per_step: of the sampler.
       measured_speedup: None until measured.
     """
@@ -53,6 +56,7 @@ class CacheStats(flax.struct.PyTreeNode):
     threshold: Any = None
     skip_cost: float = flax.struct.field(pytree_node=False, default=0.0)
     evals_per_step: int = flax.struct.field(pytree_node=False, default=1)
+    compute_cost: float = flax.struct.field(pytree_node=False, default=1.0)
     measured_speedup: float | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
@@ -75,7 +79,7 @@ class CacheStats(flax.struct.PyTreeNode):
         """The formula of the module's docstring, with a sampler's later stages always computed."""
         extra = (self.evals_per_step - 1) * self.num_steps
         skipped = self.num_steps - self.steps_computed
-        cost = self.steps_computed + extra + skipped * self.skip_cost
+        cost = self.steps_computed * self.compute_cost + extra + skipped * self.skip_cost
         return self.num_steps * self.evals_per_step / cost
 
     @property
@@ -115,7 +119,12 @@ class CacheStats(flax.struct.PyTreeNode):
 
 
 def plan_stats(
-    schedule: CacheSchedule, sizes: Any = None, *, skip_cost: float = 0.0, evals_per_step: int = 1
+    schedule: CacheSchedule,
+    sizes: Any = None,
+    *,
+    skip_cost: float = 0.0,
+    compute_cost: float = 1.0,
+    evals_per_step: int = 1,
 ) -> CacheStats:
     """:class:`CacheStats` of a static schedule, whose decisions are known beforehand.
 
@@ -123,7 +132,7 @@ def plan_stats(
       schedule: the plan's.
       sizes: relative change of the feature between computed steps, ``[S]`` or ``[S, B]`` with
         NaN at skipped steps; NaN everywhere by default.
-      skip_cost: see :func:`skip_cost`.
+      skip_cost, compute_cost, evals_per_step: as in :class:`CacheStats`.
 
     Example:
       >>> from fadex.caching import plan_stats, summary, uniform_schedule
@@ -136,7 +145,7 @@ def plan_stats(
     sizes = np.full(schedule.num_steps, np.nan, np.float32) if sizes is None else sizes
     return CacheStats(
         computed=computed, wanted=computed, fixed=computed, sizes=sizes, skip_cost=skip_cost,
-        evals_per_step=evals_per_step,
+        compute_cost=compute_cost, evals_per_step=evals_per_step,
     )
 
 
@@ -268,6 +277,6 @@ def _inner_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def cost_share(skip: float, full: float) -> float:
-    """Cost of a skipped step over a computed one; 0 for a model without matrix products."""
-    return skip / full if full else 0.0
+def cost_share(part: float, plain: float, free: float = 0.0) -> float:
+    """Cost of a step over that of a plain one; ``free`` for a model without matrix products."""
+    return part / plain if plain else free

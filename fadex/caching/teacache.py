@@ -129,6 +129,7 @@ def fit_teacache(
     guidance: Any = 1.0,
     null_cond: Any = None,
     cfg_channels: int | None = None,
+    guidance_interval: Any = None,
     key: jax.Array | None = None,
 ) -> np.ndarray:
     """Fit ``P``: from the change of the signal to the change of the feature, step by step.
@@ -151,11 +152,13 @@ def fit_teacache(
     degree = check_int("degree", degree, minimum=0)
     profile = profile_changes(
         denoiser, params, x, cond, timesteps=timesteps, rule=_rule(signal, "any"), site=site,
-        sampler=sampler, guidance=guidance, null_cond=null_cond, cfg_channels=cfg_channels, key=key,
+        sampler=sampler, guidance=guidance, null_cond=null_cond, cfg_channels=cfg_channels,
+        guidance_interval=guidance_interval, key=key,
     )
     # With guidance both branches of the model are points of their own; the guided output is one.
     rows = min(profile.signal.shape[1], profile.feature.shape[1])
-    before, after = (a[1:, :rows].reshape(-1) for a in (profile.signal, profile.feature))
+    kept = np.isfinite(profile.signal[:, 0])  # neither the first step nor a jump of the output
+    before, after = (a[kept, :rows].reshape(-1) for a in (profile.signal, profile.feature))
     if len(np.unique(before)) <= degree:
         raise ValueError(
             f"degree: {degree} needs more than {degree} different changes, the run gave "
@@ -169,7 +172,8 @@ def fit_teacache(
 
 def check_threshold(threshold: Any) -> None:
     """Raise for a concrete threshold that is no number >= 0; traced ones pass."""
-    if is_concrete(threshold) and not isinstance(threshold, jax.Array):
-        check_real("threshold", threshold, minimum=0.0)
     if np.ndim(threshold):
         raise ValueError(f"threshold: expected a scalar, got shape {np.shape(threshold)}")
+    if is_concrete(threshold):
+        array = isinstance(threshold, (jax.Array, np.ndarray))
+        check_real("threshold", threshold.item() if array else threshold, minimum=0.0)

@@ -36,9 +36,9 @@ from fadex.caching.stats import (
     relative_change,
     shapes_of,
 )
-from fadex.core.checks import check_real
+from fadex.core.checks import check_finite, check_real
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_interval, check_run
+from fadex.sampling.guidance import Guided, check_interval, check_mesh, check_run
 from fadex.sampling.run import apply_step, initial_state
 from fadex.sampling.samplers import Sampler, flow_euler
 
@@ -112,23 +112,30 @@ _STATIC = ("denoiser", "sampler", "ratio", "cfg_channels", "return_trajectory", 
 _run = jax.jit(_toca_sample, static_argnames=_STATIC)
 
 
-def toca_skip_cost(
+def toca_costs(
     denoiser: Denoiser, params: Any, x: Any, cond: Any, *, ratio: float, null_cond: Any = None
-) -> float:
-    """Matrix products of a skipped step over those of a computed one; shapes suffice."""
+) -> tuple[float, float]:
+    """Matrix products of a skipped and of a computed step over a plain one's; shapes suffice.
+
+    A computed step also finds the attention that each token receives.
+    """
     t = jnp.float32(0.5)
 
-    def step(params, x, cond, null_cond, *, skip):
+    def step(params, x, cond, null_cond, *, kind):
         model = Guided(denoiser, params, cond, null_cond, jnp.float32(2.0), None)
+        if kind == "plain":
+            return model(x, t)
         full, cheap = _step_functions(model, ratio)
         _, feature, received = jax.eval_shape(lambda: model.with_attention(x, t))
         cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (feature, received, received))
-        return cheap(jnp.float32(0.0), x, t, cache) if skip else full(x, t, cache)
+        return cheap(jnp.float32(0.0), x, t, cache) if kind == "skip" else full(x, t, cache)
 
     shapes = shapes_of((params, x, cond, null_cond))
-    return cost_share(
-        *(matmul_flops(functools.partial(step, skip=skip), *shapes) for skip in (True, False))
+    skip, full, plain = (
+        matmul_flops(functools.partial(step, kind=kind), *shapes)
+        for kind in ("skip", "full", "plain")
     )
+    return cost_share(skip, plain), cost_share(full, plain, 1.0)
 
 
 def toca_sample(
@@ -175,11 +182,15 @@ def toca_sample(
       ...                        timesteps=uniform_times(8), schedule=uniform_schedule(8, 4),
       ...                        return_stats=True)
       >>> int(stats.nfe), round(stats.skip_cost, 2)
-      (5, 0.15)
+      (5, 0.18)
     """
     sampler = flow_euler() if sampler is None else sampler
     schedule.validate()
     ratio = check_real("ratio", ratio, minimum=0.0, maximum=1.0)
+    check_finite("staleness", staleness)
+    if np.ndim(staleness):
+        raise ValueError(f"staleness: expected a scalar, got shape {np.shape(staleness)}")
+    check_mesh(x)
     if denoiser.refresh is None or denoiser.with_features is None:
         raise ValueError("denoiser: ToCa needs a model with refresh and with_features")
     times, null_cond = check_run(
@@ -197,8 +208,12 @@ def toca_sample(
     found = (final,) + ((trajectory,) if return_trajectory else ())
     if return_stats:
         sizes = fold_branches(sizes, x.shape[0]).at[0].set(jnp.nan)
-        share = toca_skip_cost(denoiser, params, x, cond, ratio=ratio, null_cond=null_cond)
+        sizes = jnp.where(anchor[:, None], sizes, jnp.nan)
+        skip, full = toca_costs(denoiser, params, x, cond, ratio=ratio, null_cond=null_cond)
         found += (
-            plan_stats(schedule, sizes, skip_cost=share, evals_per_step=sampler.evals_per_step),
+            plan_stats(
+                schedule, sizes, skip_cost=skip, compute_cost=full,
+                evals_per_step=sampler.evals_per_step,
+            ),
         )
     return found if len(found) > 1 else final

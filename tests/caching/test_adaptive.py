@@ -28,15 +28,6 @@ def noise(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def counting(denoiser, counter):
-    """The same model, whose expensive half is counted."""
-
-    def finish(p, x, t, c, hidden, blocks):
-        return denoiser.finish(p, x, counter(t), c, hidden, blocks)
-
-    return denoiser._replace(finish=finish)
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "listed"])
 def test_a_pass_may_stop_behind_any_block_and_resume(scan):
@@ -86,22 +77,13 @@ def test_a_threshold_of_zero_equals_the_plain_sampler_bit_for_bit(tiny, make, si
     assert jnp.array_equal(out, plain)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("reduce", ["any", "max", "mean"])
-def test_vmap_and_vmap_of_vmap_compute_as_often_as_one_batch(tiny, counted, reduce):
-    denoiser, params, *_ = tiny
-    counter, _ = counted
-    x, y = noise(4, 4, 4, 2), jnp.arange(4)
-    policy = dbcache(1.2, reduce=reduce)
-    run = jax.jit(lambda x, y: adaptive_sample(
-        counting(denoiser, counter), params, x, y, timesteps=TIMES, policy=policy, site="crf",
-        return_stats=True,
-    ))
+def check_vmaps(run, counter, x, y, shapes):
+    """As many evaluations, the same decisions and results as for one batch of all samples."""
     whole, stats = run(x, y)
     nfe = int(stats.nfe)
     assert 3 <= nfe <= STEPS - 3
     assert counter.count(run, x, y) == nfe
-    for shape in ((2, 2), (2, 2, 1)) if reduce == "any" else ((2, 2, 1),):
+    for shape in shapes:
         vmapped = run
         for _ in shape[:-1]:
             vmapped = jax.vmap(vmapped)
@@ -112,6 +94,53 @@ def test_vmap_and_vmap_of_vmap_compute_as_often_as_one_batch(tiny, counted, redu
         np.testing.assert_allclose(out.reshape(x.shape), whole, rtol=1e-4, atol=1e-5)
         computed = each.computed.reshape(-1, STEPS)
         np.testing.assert_array_equal(computed, np.broadcast_to(stats.computed, computed.shape))
+
+
+VMAP, VMAP_OF_VMAP = (4, 1), (2, 2, 1)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("reduce", ["any", "max", "mean"])
+def test_teacache_computes_as_often_under_vmap_and_vmap_of_vmap_as_in_one_batch(counted, reduce):
+    counter, denoiser = counted
+    # Each sample moves at a pace of its own: the samples alone would decide differently.
+    denoiser = denoiser._replace(modulated=lambda p, x, t, c: x * (1 + c * t)[:, None])
+    run = jax.jit(lambda x, y: adaptive_sample(
+        denoiser, jnp.float32(1), x, y, timesteps=TIMES, policy=teacache(0.35, reduce=reduce),
+        return_stats=True,
+    ))
+    check_vmaps(run, counter, noise(4, 6), jnp.array([0.0, 1.0, 3.0, 9.0]), (VMAP, VMAP_OF_VMAP))
+
+
+def test_dbcache_computes_the_rest_as_often_under_vmap_as_in_one_batch(counted):
+    counter, _ = counted
+    layers = Denoiser(
+        lambda p, x, t, c: x,
+        begin=lambda p, x, t, c, blocks: x * (1 + blocks * jnp.sin(3 * c * t))[:, None],
+        finish=lambda p, x, t, c, h, blocks: (h * counter(t)[:, None], h * t[:, None]),
+        resume=lambda p, x, t, c, h, residual: h + residual,
+    )
+    run = jax.jit(lambda x, y: adaptive_sample(
+        layers, jnp.float32(1), x, y, timesteps=TIMES, policy=dbcache(0.6), site="crf",
+        return_stats=True,
+    ))
+    check_vmaps(run, counter, noise(4, 6), jnp.array([0.0, 1.0, 2.0, 4.0]), (VMAP_OF_VMAP,))
+
+
+@pytest.mark.smoke
+def test_a_transformer_computes_as_often_under_vmap_of_vmap_as_in_one_batch(tiny, counted):
+    denoiser, params, *_ = tiny
+    counter, _ = counted
+
+    def with_features(p, x, t, c, sites):
+        return denoiser.with_features(p, x, counter(t), c, sites)
+
+    model = denoiser._replace(with_features=with_features)
+    run = jax.jit(lambda x, y: adaptive_sample(
+        model, params, x, y, timesteps=TIMES, policy=teacache(1.2), site="crf",
+        return_stats=True,
+    ))
+    check_vmaps(run, counter, noise(4, 4, 4, 2), jnp.arange(4), (VMAP_OF_VMAP,))
 
 
 def test_any_model_is_served_by_the_latent_signal(counted):
@@ -197,11 +226,11 @@ def test_a_nan_in_one_sample_computes_everything_and_stays_there(tiny):
         assert bool(jnp.isnan(out[1]).any())
 
 
-def test_a_guidance_interval_starts_a_new_history_and_samples_may_have_times_of_their_own(tiny):
-    denoiser, params, x, y, null = tiny
+def test_a_guidance_interval_starts_a_new_history_and_samples_may_have_times_of_their_own():
+    denoiser = Denoiser(lambda p, x, t, c: jnp.sin(2 * x) * t[:, None] + c[:, None])
     run = functools.partial(
-        adaptive_sample, denoiser, params, x, y, policy=latent(1e9), null_cond=null, order=1,
-        return_stats=True, guidance=3.0,
+        adaptive_sample, denoiser, (), noise(3, 4), jnp.ones(3), policy=latent(1e9),
+        null_cond=-jnp.ones(3), order=1, return_stats=True, guidance=3.0,
     )
     _, stats = run(timesteps=TIMES, guidance_interval=(0.3, 0.7))
     inside = (TIMES[:-1] >= 0.3) & (TIMES[:-1] <= 0.7)
@@ -232,7 +261,7 @@ def test_errors_name_the_argument(gaussian, tiny):
     )
     for policy, kwargs, message in (
         (teacache(0.1), {}, "policy: teacache with signal 'modulated' .* needs a model with mod"),
-        (dbcache(0.1), {}, "policy: dbcache .* needs a model with begin, finish"),
+        (dbcache(0.1), {}, "policy: dbcache .* needs a model with begin, finish$"),
         (dbcache(0.1), {"site": "crf"}, "needs a model with begin, finish, resume"),
         (latent(0.1), {"site": "module"}, "site: expected one of 'output', 'crf'"),
         (latent(0.1), {"site": "crf"}, "site: model has no with_features"),
@@ -243,6 +272,11 @@ def test_errors_name_the_argument(gaussian, tiny):
     ):
         with pytest.raises(ValueError, match=message):
             run(policy=policy, **kwargs)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with pytest.raises(ValueError, match="x: lies on a mesh with Explicit axes"):
+        adaptive_sample(denoiser, params, jax.device_put(noise(3, 4), spread), None,
+                        timesteps=TIMES, policy=latent(0.1))
     with pytest.raises(TypeError, match="policy: expected a Policy, got float"):
         run(policy=0.1)
     with pytest.raises(ValueError, match="the full run gave values that are not finite"):

@@ -1,6 +1,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +14,8 @@ from fadex.caching import (
     profile_magcache,
     reuse,
 )
-from fadex.sampling import uniform_times
+from fadex.core import Denoiser
+from fadex.sampling import ab2, uniform_times
 
 # Steps that diffusers 0.42.1 computes (MagCacheConfig on a toy transformer of two blocks) for
 # RATIOS; keys are (threshold, max_skip_steps, retention_ratio).
@@ -55,7 +57,7 @@ def test_random_ratios_decide_alike_on_host_and_device(gaussian):
     denoiser, params = gaussian
     rng = np.random.default_rng(0)
     x = jax.random.normal(jax.random.key(0), (2, 3))
-    for _ in range(20):
+    for _ in range(10):
         ratios = 1 + 0.1 * rng.normal(size=24)
         threshold, max_skip = rng.uniform(0, 0.5), int(rng.integers(0, 9))
         _, stats = adaptive_sample(
@@ -83,6 +85,28 @@ def test_profiled_ratios_are_those_of_the_token_norms(tiny):
         denoiser, params, x, y, timesteps=times, site="output", guidance=2.0, null_cond=null
     )
     assert outside.shape == (6,) and np.isfinite(outside).all()
+
+
+def test_profiles_take_grids_of_samples_and_multistep_samplers(gaussian):
+    denoiser, params = gaussian
+    x = jax.random.normal(jax.random.key(0), (2, 3))
+    profile = lambda times: profile_magcache(
+        denoiser, params, x, None, timesteps=times, site="output", sampler=ab2()
+    )
+    times = np.asarray(uniform_times(6))
+    np.testing.assert_allclose(profile(np.stack([times, times])), profile(times), rtol=1e-5)
+
+
+def test_a_guidance_interval_is_profiled_as_it_is_sampled():
+    denoiser = Denoiser(lambda p, x, t, c: p * jnp.sin(2 * x) + c[:, None])
+    x, cond = jax.random.normal(jax.random.key(0), (2, 3)), np.ones(2, np.float32)
+    profile = lambda **kw: profile_magcache(
+        denoiser, np.float32(1), x, cond, timesteps=uniform_times(6), site="output", **kw
+    )
+    never = profile(guidance=9.0, null_cond=-cond, guidance_interval=(2.0, 3.0))
+    np.testing.assert_allclose(never, profile(), rtol=1e-6)
+    half = profile(guidance=9.0, null_cond=-cond, guidance_interval=(0.4, 1.0))
+    assert half[4] == 1 and not np.allclose(half[1:4], never[1:4], rtol=1e-2)
 
 
 def test_errors_name_the_argument():

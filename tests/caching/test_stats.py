@@ -109,6 +109,8 @@ def test_speedups_count_skipped_work_and_later_stages():
     stats = plan_stats(SCHEDULE, skip_cost=0.1)
     computed = SCHEDULE.nfe
     assert stats.estimated_speedup == STEPS / (computed + 0.1 * (STEPS - computed))
+    scored = plan_stats(SCHEDULE, skip_cost=0.1, compute_cost=1.5)
+    assert scored.estimated_speedup == STEPS / (1.5 * computed + 0.1 * (STEPS - computed))
     heun = plan_stats(SCHEDULE, evals_per_step=2)
     assert heun.nfe == computed + STEPS
     assert heun.estimated_speedup == 2 * STEPS / (computed + STEPS)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fadex.caching import TEACACHE_FLUX, adaptive_sample, fit_teacache, profile_changes, teacache
-from fadex.sampling import uniform_times
+from fadex.core import Denoiser
+from fadex.sampling import guidance_breaks, uniform_times
 
 STEPS = 16
 TIMES = uniform_times(STEPS)
@@ -75,6 +76,29 @@ def test_the_fit_finds_the_polynomial_between_signal_and_feature(tiny):
         fit_teacache(denoiser, params, x, y, degree=200, **shared)
 
 
+def test_the_fit_follows_a_guidance_interval_and_leaves_out_its_ends():
+    # The output is guided in the middle third: a jump of its own size at both ends.
+    denoiser = Denoiser(lambda p, x, t, c: p * x + c[:, None])
+    x, cond = jax.random.normal(jax.random.key(0), (3, 4)), jnp.ones(3)
+    shared = dict(timesteps=TIMES, guidance=50.0, null_cond=-cond)
+    profile = functools.partial(
+        profile_changes, denoiser, jnp.float32(1), x, cond, rule=teacache(1.0, signal="latent").rule
+    )
+    found = profile(guidance_interval=(0.3, 0.6), **shared)
+    jumps = guidance_breaks(TIMES, (0.3, 0.6))
+    assert tuple(np.flatnonzero(np.isnan(found.feature).all(1))) == (0, *jumps)
+    assert (found.ratios[list(jumps)] == 1).all()
+    # Before the interval the run is the plain one.
+    plain = profile(timesteps=TIMES)
+    np.testing.assert_allclose(
+        found.feature[1 : jumps[0]], plain.feature[1 : jumps[0]], rtol=1e-5)
+    fit = fit_teacache(denoiser, jnp.float32(1), x, cond, signal="latent", site="output", degree=1,
+                       guidance_interval=(0.3, 0.6), **shared)
+    kept = np.isfinite(found.signal[:, 0])
+    expected = np.polyfit(found.signal[kept].ravel(), found.feature[kept].ravel(), 1)
+    np.testing.assert_allclose(fit, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_higher_threshold_never_computes_more(gaussian):
     denoiser, params = gaussian
     x = jax.random.normal(jax.random.key(0), (3, 4))
@@ -92,6 +116,8 @@ def test_errors_name_the_argument():
     assert teacache(0.4, TEACACHE_FLUX).numbers["coefficients"].shape == (5,)
     for call, message in (
         (lambda: teacache(-0.1), "threshold: must lie in"),
+        (lambda: teacache(jnp.float32(-1)), "threshold: must lie in"),
+        (lambda: teacache(jnp.float32(np.nan)), "threshold: must be finite"),
         (lambda: teacache(np.ones(2)), "threshold: expected a"),
         (lambda: teacache(0.1, reduce="all"), "reduce: expected one of 'any', 'max', 'mean'"),
         (lambda: teacache(0.1, signal="none"), "signal: expected one of"),

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from fadex.caching import cached_sample, make_plan, reuse, toca_sample, uniform_schedule
-from fadex.caching.toca import choose_tokens, toca_skip_cost
+from fadex.caching.toca import choose_tokens, toca_costs
 from fadex.models import DiT, DiTConfig, from_nnx
 from fadex.sampling import sample, uniform_times
 
@@ -98,16 +98,29 @@ def test_skipped_steps_cost_their_share_of_tokens():
         return jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
 
     t = jnp.float32(0.5)
+    plain = flops(lambda p, x, y: denoiser.apply(p, x, t, y), params, x, y)
     full = flops(lambda p, x, y: denoiser.with_features(
         p, x, t, y, ("module", "attention")), params, x, y)
     for ratio in (0.0, 0.25):
         chosen = jax.ShapeDtypeStruct((2, batch, math.ceil(ratio * tokens)), jnp.int32)
         skip = flops(lambda p, x, y, f, k: denoiser.refresh(p, x, t, y, f, k),
                      params, x, y, feature, chosen)
-        share = toca_skip_cost(denoiser, params, x, y, ratio=ratio)
-        assert share == pytest.approx(skip / full, rel=0.25)  # products alone against all
+        share, whole = toca_costs(denoiser, params, x, y, ratio=ratio)
+        assert share == pytest.approx(skip / plain, rel=0.25)  # products alone against all
+        assert whole == pytest.approx(full / plain, rel=0.05) and whole > 1.01
         # MLPs are 16 D^2 of a token's 24 D^2 + 4 N D operations in a block, and more in scores.
         assert share < 0.05 + ratio * 16 / 24
+
+
+def test_statistics_hold_sizes_at_computed_steps_and_count_the_scored_pass(tiny):
+    _, stats = run(tiny, return_stats=True)
+    sizes = np.asarray(stats.sizes)
+    assert sizes.shape == (STEPS, 3)
+    assert tuple(np.flatnonzero(np.isfinite(sizes).all(1))) == SCHEDULE.anchors[1:]
+    assert tuple(np.flatnonzero(np.isnan(sizes).all(1))) == (0, *SCHEDULE.skipped)
+    computed, skipped = SCHEDULE.nfe, STEPS - SCHEDULE.nfe
+    cost = computed * stats.compute_cost + skipped * stats.skip_cost
+    assert stats.estimated_speedup == pytest.approx(STEPS / cost) and stats.compute_cost > 1
 
 
 def test_model_is_not_called_at_skipped_steps_under_vmap(tiny, counted):
@@ -128,6 +141,14 @@ def test_model_is_not_called_at_skipped_steps_under_vmap(tiny, counted):
 def test_errors_name_the_argument(tiny, gaussian):
     with pytest.raises(ValueError, match="ratio: must lie in"):
         run(tiny, ratio=1.5)
+    with pytest.raises(ValueError, match="staleness: holds values that are not finite"):
+        run(tiny, staleness=np.nan)
+    with pytest.raises(ValueError, match="staleness: expected a scalar"):
+        run(tiny, staleness=np.ones(2))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with pytest.raises(ValueError, match="x: lies on a mesh with Explicit axes"):
+        run((*tiny[:2], jax.device_put(tiny[2], spread), *tiny[3:]))
     with pytest.raises(ValueError, match="timesteps: need num_steps"):
         run(tiny, timesteps=TIMES[:-1])
     with pytest.raises(ValueError, match="denoiser: ToCa needs a model with refresh"):
