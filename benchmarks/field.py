@@ -1,7 +1,7 @@
 """The whole field of caching methods: parts of ``benchmarks/caching.py``.
 
-* ``field``: every method at N = 5 and 8 on the digits DiT and, with a third of the samples, on the
-  digits MMDiT (three text tokens, double and single blocks);
+* ``field``: every method at N = 5 and 8 on the digits DiT and on the digits MMDiT (three text
+  tokens, double and single blocks);
 * ``bars``: what BeziCast and FuCa must show against TaylorSeer-1;
 * ``headline``: per method the largest speed-up ``S / NFE`` over N = 2 .. 24 at which the mean
   relative error stays within 0.02 and within 0.05;
@@ -67,8 +67,7 @@ def mmdit_task(seed: int, args):
     denoiser, params = load_digits_mmdit(path)
     return conditioned_task(
         denoiser, params, lambda count: digits_text_batch(count)[:2], shape=DIGITS_SHAPE,
-        samples=max(args.samples // 3, 1), seed=7100 + seed,
-        profile_samples=args.profile_samples,
+        samples=args.samples, seed=7100 + seed, profile_samples=args.profile_samples,
     )
 
 

@@ -125,26 +125,25 @@ def _methods(results) -> list[str]:
     intervals = sorted({n for model, _, n, _ in rows if model == "DiT"})
     settings = results["settings"]["field"]
     nfe = {n: round(rows["DiT", 3.0, n, "taylor1"]["nfe"]) for n in intervals}
-    mm = 5
+    places = [(model, n) for model in ("DiT", "MMDiT") for n in intervals]
     lines = [
         "",
         "## Methods and measured figures",
         "",
         "Relative error to the full 50-step run at guidance 3 and equal model evaluations, mean "
         f"over {settings['train_seeds']} trained models with {settings['samples']} fresh samples "
-        f"each: the digits DiT, and in the last column ({settings['samples'] // 3} samples) the "
-        "digits MMDiT with three text tokens. An "
+        "each: the digits DiT, and in the last columns the digits MMDiT with three text tokens. An "
         "adaptive policy's threshold is calibrated to the budget on other samples; what it really "
         "spent stands in brackets where it differs "
         "(`python benchmarks/caching.py --only field`):",
         "",
         "| method | import | source | status | "
-        + " | ".join(f"{nfe[n]} of 50" for n in intervals) + f" | MMDiT, {nfe[mm]} |",
-        "|---" * (5 + len(intervals)) + "|",
+        + " | ".join(f"{model}, {nfe[n]} of 50" for model, n in places) + " |",
+        "|---" * (4 + len(places)) + "|",
     ]
     for name, path, source, status, key in METHODS:
         cells = []
-        for model, n in [*(("DiT", n) for n in intervals), ("MMDiT", mm)]:
+        for model, n in places:
             row = rows.get((model, 3.0, n, key))
             if row is None:
                 cells.append("")
