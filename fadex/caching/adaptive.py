@@ -411,7 +411,10 @@ def _costs(leaves, tree, *, denoiser, rule, site, cfg_channels) -> tuple[float, 
         if kind == "plain":
             return model(x, t)
         parts = _parts(model, rule, site)
-        signal, hidden = parts.probe(x, t)
+        if rule.signal == "first_block":  # the compiler finds that both passes embed alike
+            signal, hidden = (), model.begin(x, t, rule.blocks)
+        else:
+            signal, hidden = parts.probe(x, t)
         if kind == "full":
             return signal, parts.compute(x, t, hidden)
         feature = jax.eval_shape(lambda: parts.compute(x, t, hidden)[1])

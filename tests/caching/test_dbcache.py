@@ -50,8 +50,9 @@ def test_equals_a_loop_with_host_decisions(tiny, model, order):
     assert 2 < len(kept) < STEPS - 3
     assert np.flatnonzero(stats.computed).tolist() == sorted(kept)
     np.testing.assert_allclose(result, z, rtol=1e-4, atol=1e-5)
-    # One of two blocks runs at skipped steps: the other and the head's share are saved.
-    assert 0.4 < stats.skip_cost < 0.7
+    # One of two blocks runs at skipped steps, and each half of a step embeds time and label anew,
+    # a seventh of this small model.
+    assert 0.5 < stats.skip_cost < 0.8 and 1 < stats.compute_cost < 1.2
 
 
 def test_guidance_keeps_a_size_for_each_sample_and_a_decision_for_all(tiny):
