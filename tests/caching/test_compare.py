@@ -22,8 +22,9 @@ STEPS = 10
 SCHEDULE = uniform_schedule(STEPS, 4)  # anchors 0, 1, 2, 6, 9
 SHARED = dict(timesteps=uniform_times(STEPS), sampler=flow_euler(), guidance=2.0)
 # One method of each mechanism; the others differ from one of these in their weights.
-RUN = ("reuse", "hicache2", "dmd", "fade", "bezicast_state", "fuca", "fuca_fit", "teacache_taylor",
-       "dbcache", "magcache", "toca", "fuca_placed", "ab2_placed", "heun")
+RUN = ("reuse", "taylor1", "hicache2", "foca", "dmd", "lsq", "fade", "bezicast", "bezicast_state",
+       "fuca", "fuca_fit", "teacache_taylor",
+       "dbcache", "magcache", "toca", "fuca_placed", "ab2_placed", "ab2", "heun")
 ADAPTIVE = ("teacache_taylor", "dbcache", "magcache")
 
 
