@@ -41,7 +41,7 @@ from fadex.caching.plan import (
     make_plan,
     plan_forecaster,
 )
-from fadex.caching.presets import Preset, preset, profile_preset, run_preset
+from fadex.caching.presets import Preset, PresetProfile, preset, profile_preset, run_preset
 from fadex.caching.profile import GramProfile, Replay, profile_gram, replay
 from fadex.caching.profile_schedule import profile_schedule
 from fadex.caching.reuse import reuse
@@ -71,6 +71,7 @@ __all__ = [
     "Policy",
     "PolicyRule",
     "Preset",
+    "PresetProfile",
     "Replay",
     "Speedup",
     "StepInfo",

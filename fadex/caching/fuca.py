@@ -47,7 +47,13 @@ from fadex.caching.stats import fold_branches, plan_stats, relative_change
 from fadex.caching.taylor import taylorseer
 from fadex.core.checks import check_choice, check_finite, check_int, is_concrete
 from fadex.core.denoiser import Denoiser
-from fadex.sampling.guidance import Guided, check_interval, check_run, guidance_breaks
+from fadex.sampling.guidance import (
+    Guided,
+    check_interval,
+    check_mesh,
+    check_run,
+    guidance_breaks,
+)
 from fadex.sampling.samplers import Sampler, flow_euler
 
 REVISIONS = ("none", "x0", "x0_damped", "profiled", "head")
@@ -367,6 +373,7 @@ def check_fuca(
 ) -> tuple[Any, Any]:
     """Check what sampling and profiling share; return the null branch and the interval."""
     _check_sampler(sampler)
+    check_mesh(x)
     if not is_concrete(timesteps):
         raise ValueError("timesteps: FuCa folds them into its tables; pass concrete values")
     if np.ndim(timesteps) == 2:

@@ -312,8 +312,8 @@ def place_fuca(
     """Anchors and fitted rows for a budget of evaluations: FuCa at its best here.
 
     Fits FuCa on four placements of ``nfe`` anchors (both kinds of :func:`profile_schedule`, and
-    evenly spread ones with and without a warm-up) and keeps the one whose samples come nearest to the full run's on the
-    profiling batch.
+    evenly spread ones with and without a warm-up) and keeps the one whose samples come nearest to
+    the full run's on the profiling batch.
 
     Args:
       denoiser, params, x, cond, timesteps, sampler, guidance, null_cond, cfg_channels: as in
