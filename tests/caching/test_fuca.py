@@ -291,23 +291,23 @@ def test_a_fitted_run_is_exact_where_one_number_per_jump_suffices(gaussian):
     assert gap(run()) > 1e-3
 
 
-def test_a_fit_is_no_worse_than_its_start_on_its_own_samples(digits):
-    denoiser, params = digits
+def test_a_fit_is_no_worse_than_its_start_on_its_own_samples():
     schedule, times = uniform_schedule(16, 5), uniform_times(16)
-    x = jax.random.normal(jax.random.key(7), (4, 8, 8, 1))
+    x = jax.random.normal(jax.random.key(7), (4, 12))
     shared = dict(timesteps=times, schedule=schedule)
-    cond = jnp.arange(4)
-    tables = profile_fuca(denoiser, params, x, cond, **shared)
-    full = sample(denoiser, params, x, cond, timesteps=times)
+    denoiser = Denoiser(lambda p, x, t, c: p * (jnp.tanh(2 * x) + jnp.sin(9 * t**2)[:, None]))
+    tables = profile_fuca(denoiser, ONE, x, None, **shared)
+    full = sample(denoiser, ONE, x, None, timesteps=times)
     gap = lambda **kw: float(
-        jnp.linalg.norm(fuca_sample(denoiser, params, x, cond, **shared, **kw) - full)
+        jnp.linalg.norm(fuca_sample(denoiser, ONE, x, None, **shared, **kw) - full)
     )
-    assert gap(tables=tables) < 0.7 * gap()
-    _, states = fuca_sample(
-        denoiser, params, x, cond, **shared, tables=tables, return_trajectory=True
+    assert gap(tables=tables) < 0.5 * gap()
+    final, states = fuca_sample(
+        denoiser, ONE, x, None, **shared, tables=tables, return_trajectory=True
     )
+    np.testing.assert_allclose(states[-1], final, atol=1e-5)
     np.testing.assert_allclose(
-        states[-1], fuca_sample(denoiser, params, x, cond, **shared, tables=tables), atol=1e-5
+        final, fuca_sample(denoiser, ONE, x, None, **shared, tables=tables), atol=1e-5
     )
 
 
@@ -343,11 +343,11 @@ def small():
 
     config = DiTConfig(depth=2, width=16, num_heads=2, in_channels=1, num_classes=3,
                        scan_layers=True)
-    denoiser, params = from_nnx(DiT(config, rngs=nnx.Rngs(0)))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(3), len(leaves))
-    noisy = [a + 0.2 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys)]
-    return denoiser, jax.tree.unflatten(tree, noisy)
+    # Drawn on the host: shapes only, no program is compiled for the initial weights.
+    denoiser, params = from_nnx(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(3)
+    draw = lambda a: jnp.asarray(rng.normal(size=a.shape) * 0.25, a.dtype)
+    return denoiser, jax.tree.map(draw, params)
 
 
 @pytest.mark.smoke
