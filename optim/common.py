@@ -82,6 +82,11 @@ def state_dtype_of(leaf: Any, dtype: Any = None) -> Any:
     return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
 
 
+def scalar_dtype(state: Any) -> Any:
+    """The dtype for scalars that sum over the leaves of ``state``: float32, or float64."""
+    return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(state)))
+
+
 def copy_to_state(tree: Any, dtype: Any = None) -> Any:
     """A copy of ``tree`` in the state's dtype, in buffers of its own (so donation works)."""
     return jax.tree.map(
