@@ -1,0 +1,1 @@
+"""Pallas kernels of the optimizers, each beside its plain reference."""
