@@ -67,15 +67,14 @@ class HeavyBallSetting(NamedTuple):
 def _potential(slope: Any) -> Callable[[jax.Array], jax.Array]:
     if callable(slope):
         return slope
-    check_hyperparameter("slope", slope)
+    _check_number("slope", slope)
     return lambda u: -slope * u
 
 
 def _valley(spectrum, floor, slope, noise_scale, rotation=None) -> RiverValley:
     """The valley ``floor: u -> c(u) [n]``; ``rotation`` [1+n, 1+n] takes (u, v) to x."""
     potential = _potential(slope)
-    if isinstance(noise_scale, numbers.Real):
-        check_hyperparameter("noise_scale", noise_scale, minimum=0.0)
+    _check_number("noise_scale", noise_scale, minimum=0.0)
 
     def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         inner = x if rotation is None else rotation.T @ x
@@ -131,9 +130,9 @@ def river_valley_2d(
       >>> print(f"{valley.loss(x):.2f}")            # 100 / 2 * 0.1**2 - 0.5 * 2
       -0.50
     """
-    check_hyperparameter("sharpness", sharpness, minimum=0.0, exclusive=True, schedule=False)
-    check_hyperparameter("amplitude", amplitude, schedule=False)
-    check_hyperparameter("frequency", frequency, schedule=False)
+    _check_number("sharpness", sharpness, minimum=0.0, exclusive=True)
+    _check_number("amplitude", amplitude)
+    _check_number("frequency", frequency)
     floor = lambda u: amplitude * jnp.sin(frequency * u)[None]
     return _valley(jnp.asarray(sharpness)[None], floor, slope, noise_scale)
 
@@ -186,7 +185,7 @@ def river_valley_nd(
         if len(spectrum) != 2:
             raise ValueError(f"spectrum: expected (low, high) or an array, got {spectrum!r}")
         for end in spectrum:
-            check_hyperparameter("spectrum", end, minimum=0.0, exclusive=True, schedule=False)
+            _check_number("spectrum", end, minimum=0.0, exclusive=True)
         low, high = spectrum
         at = jnp.linspace(0.0, 1.0, n)
         spectrum = jnp.exp((1 - at) * jnp.log(high) + at * jnp.log(low))
@@ -203,8 +202,8 @@ def river_valley_nd(
         floor = curve
     else:
         amplitude, frequency = curve
-        check_hyperparameter("curve", amplitude, schedule=False)
-        check_hyperparameter("curve", frequency, schedule=False)
+        _check_number("curve", amplitude)
+        _check_number("curve", frequency)
         phase = jax.random.uniform(phase_key, (n,), maxval=2 * math.pi)
         rate = jax.random.uniform(rate_key, (n,), minval=0.5, maxval=1.5)
         floor = lambda u: amplitude * jnp.sin(frequency * rate * u + phase)
@@ -308,8 +307,10 @@ def river_limits(
       >>> print(f"{limits.drift_gain:.1f} {limits.contraction:.4f}")
       19.0 0.9487
     """
-    check_hyperparameter("sharpness", sharpness, minimum=0.0, exclusive=True, schedule=False)
-    check_decay("beta", beta, schedule=False)
+    _check_number("sharpness", sharpness, minimum=0.0, exclusive=True)
+    _check_number("beta", beta)
+    if isinstance(beta, numbers.Real):
+        check_decay("beta", beta)
     check_choice("style", style, STYLES)
     sharpness, beta = jnp.asarray(sharpness, float), jnp.asarray(beta, float)
     unit = 1 / (1 - beta) if style == "ema" else 1.0
@@ -322,7 +323,7 @@ def river_limits(
     if learning_rate is None:
         plain = edge / (2 * sharpness)
     else:
-        check_hyperparameter("learning_rate", learning_rate, minimum=0.0, schedule=False)
+        _check_number("learning_rate", learning_rate, minimum=0.0)
         plain = learning_rate / unit
     return RiverLimits(
         max_learning_rate=unit * edge / sharpness,
@@ -360,10 +361,8 @@ def suggest(sharpness: Any, effective_step: Any) -> HeavyBallSetting:
       >>> print(f"{learning_rate:.5f} {decay:.3f}")
       0.00190 0.905
     """
-    check_hyperparameter("sharpness", sharpness, minimum=0.0, exclusive=True, schedule=False)
-    check_hyperparameter(
-        "effective_step", effective_step, minimum=0.0, exclusive=True, schedule=False
-    )
+    _check_number("sharpness", sharpness, minimum=0.0, exclusive=True)
+    _check_number("effective_step", effective_step, minimum=0.0, exclusive=True)
     step = jnp.asarray(effective_step, float)
     # (s - 1) / (s + 1) with both parts divided by s: safe for huge s
     inverse = 1 / (jnp.asarray(sharpness, float) * step)
@@ -402,19 +401,25 @@ def suggest_step(
       >>> print(f"{suggest_step(12.0, 0.12, 0.1, 100.0, 10_000):.3f}")
       0.020
     """
-    check_hyperparameter("noise_trace", noise_trace, minimum=0.0, schedule=False)
+    _check_number("noise_trace", noise_trace, minimum=0.0)
     for name, value in (("excess_loss", excess_loss), ("slope", slope),
                         ("displacement", displacement)):
-        check_hyperparameter(name, value, minimum=0.0, exclusive=True, schedule=False)
-    check_hyperparameter("steps", steps, minimum=1.0, schedule=False)
+        _check_number(name, value, minimum=0.0, exclusive=True)
+    _check_number("steps", steps, minimum=1.0)
     noise_trace = jnp.asarray(noise_trace, float)
     noisy = noise_trace > 0
     by_noise = jnp.where(noisy, 2 * excess_loss / jnp.where(noisy, noise_trace, 1.0), jnp.inf)
     return jnp.minimum(by_noise, jnp.asarray(displacement, float) / (steps * slope))
 
 
-def check_decay(name: str, value: Any, *, schedule: bool = True) -> None:
+def check_decay(name: str, value: Any) -> None:
     """Check a decay in [0, 1) if it is a Python number; let arrays and schedules pass."""
-    check_hyperparameter(name, value, minimum=0.0, schedule=schedule)
+    check_hyperparameter(name, value, minimum=0.0)
     if isinstance(value, numbers.Real) and value >= 1:
         raise ValueError(f"{name}: must lie in [0, 1), got {value!r}")
+
+
+def _check_number(name: str, value: Any, **limits: Any) -> None:
+    """As ``check_hyperparameter`` for what is no schedule; arrays of any shape pass."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        check_hyperparameter(name, value, schedule=False, **limits)

@@ -8,7 +8,6 @@ The steps here are textbook methods (power iteration; Lanczos with full reorthog
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -253,6 +252,7 @@ def top_hessian(
         raise ValueError(f"k: must be <= {size}, the number of parameters, got {k}")
     m = min(2 * k + 16 if iters is None else check_int("iters", iters, minimum=k), size)
     product = _hessian_product(loss, params)
+    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
 
     def off(basis: Any, w: Any) -> tuple[Any, jax.Array]:
         """``w`` without its part in the span of the rows of ``basis``, and the coefficients."""
@@ -265,22 +265,20 @@ def top_hessian(
         w = product(jax.tree.map(lambda b: b[j], basis))
         scale = jnp.maximum(scale, safe_norm(w))
         w, coefs = off(basis, w)
-        w, _ = off(basis, w)  # twice is enough
-        norm = safe_norm(w)
         # The Krylov space is used up (an eigenspace, or a repeated eigenvalue): go on from a
         # fresh direction, uncoupled from the rest.
-        lost = norm <= 32 * jnp.finfo(norm.dtype).eps * scale
+        lost = safe_norm(w) <= 32 * jnp.finfo(dtype).eps * scale
         fresh = _random_like(jax.random.fold_in(key, j + 1), params)
-        fresh, _ = off(basis, _unit(fresh)[0])
-        fresh, _ = off(basis, _unit(fresh)[0])
-        w = _unit(jax.tree.map(lambda x, f: jnp.where(lost, f, x), w, fresh))[0]
+        w = jax.tree.map(lambda x, f: jnp.where(lost, f, x), w, fresh)
+        # Once more against rounding; twice, since a fresh direction has not been through yet.
+        w, norm = _unit(off(basis, w)[0])
+        w = _unit(off(basis, w)[0])[0]
         basis = jax.tree.map(lambda b, x: b.at[j + 1].set(x, mode="drop"), basis, w)
         side = side.at[j].set(jnp.where(lost, 0.0, norm))
         return basis, diagonal.at[j].set(coefs[j]), side, scale
 
     start = _unit(_random_like(key, params))[0]
     basis = jax.tree.map(lambda x: jnp.zeros((m, *x.shape), x.dtype).at[0].set(x), start)
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in jax.tree.leaves(start)))
     zeros = jnp.zeros(m, dtype)
     basis, diagonal, side, _ = jax.lax.fori_loop(
         0, m, body, (basis, zeros, zeros, jnp.zeros((), dtype))
