@@ -281,6 +281,8 @@ def direction_and_dual(
 ) -> tuple[jax.Array, jax.Array]:
     """d(s) and ‖s‖_* for matrices s [*batch, K, N]; the dual norm has shape [*batch]."""
     c, name, both = ball_scale(spec, view), spec.name, (-2, -1)
+    if s.size == 0:
+        return s, jnp.zeros(view.batch, s.dtype)
     if name in ("l2", "rms"):
         c = math.sqrt(max(math.prod(view.matrix), 1)) if name == "rms" else c
         d, dual = _unit(s, both)
@@ -297,7 +299,9 @@ def direction_and_dual(
         d, dual = _power_direction(s, spec.p / (spec.p - 1), both)
     elif name in ("spectral", "spectral_conv"):
         d = polar_of(spec, s) if polar is None else polar
-        dual = jnp.sum(s * d, axis=both, keepdims=True)
+        # The dual norm is a maximum over d: by the envelope theorem its gradient is d, and the
+        # derivative of the iteration, which is only nearly a maximiser, stays out.
+        dual = jnp.sum(s * jax.lax.stop_gradient(d), axis=both, keepdims=True)
     elif name in ("per_input", "per_output"):
         d, sizes = _unit(s, (-1,) if name == "per_input" else (-2,))
         dual = jnp.sum(sizes, axis=both, keepdims=True)

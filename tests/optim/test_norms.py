@@ -1,0 +1,302 @@
+"""Norms against NumPy formulas, the identities that define duals and sharp operators, and edges."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from fadex.optim import (
+    NORM_NAMES,
+    NormSpec,
+    dual_norm,
+    euclidean_constant,
+    lmo,
+    lmo_with_dual,
+    norm,
+    norm_upper_bound,
+    sharp,
+)
+
+EXACT = {"spectral": "svd", "spectral_conv": "svd", "nuclear": "svd"}
+SPECS = [
+    NormSpec(n, p=3.0 if n in ("lp", "schatten") else None, method=EXACT.get(n, "auto"))
+    for n in NORM_NAMES
+]
+SPECS += [
+    NormSpec("linf", scale="fan_in"), NormSpec("spectral", scale="max", method="svd"),
+    NormSpec("spectral", scale="moonlight", method="svd"), NormSpec("spectral", scale=2.5,
+    method="svd"), NormSpec("per_input", scale="fan_in"), NormSpec("lp", p=1.3),
+    NormSpec("schatten", p=1.5),
+]  # fmt: skip
+IDS = [f"{s.name}-{s.scale}-{s.p}" for s in SPECS]
+
+
+def shape_for(spec):
+    return (2, 3, 4, 5) if spec.name == "spectral_conv" else (4, 7)
+
+
+def pair(spec, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = shape_for(spec)
+    return (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+
+
+def reference_dual(spec, s):
+    """Dual norms in NumPy float64, from the table at the top of fadex.optim.norms."""
+    s = np.asarray(s, np.float64)
+    m = s.reshape(-1, s.shape[-1])
+    k, n = (s.shape[-2], m.shape[1]) if spec.name == "spectral_conv" else m.shape
+    sigma = np.linalg.svd(m, compute_uv=False)
+    taps = math.prod(s.shape[:-2]) if spec.name == "spectral_conv" else 1
+    q = None if spec.p is None else spec.p / (spec.p - 1)
+    plain = {
+        "l2": lambda: np.sqrt((m**2).sum()), "rms": lambda: np.sqrt(m.size * (m**2).sum()),
+        "linf": lambda: np.abs(m).sum(), "l1": lambda: np.abs(m).max(),
+        "lp": lambda: (np.abs(m) ** q).sum() ** (1 / q), "spectral": sigma.sum,
+        "spectral_conv": sigma.sum, "per_input": lambda: np.sqrt((m**2).sum(1)).sum(),
+        "per_output": lambda: np.sqrt((m**2).sum(0)).sum(), "nuclear": sigma.max,
+        "schatten": lambda: (sigma**q).sum() ** (1 / q),
+    }[spec.name]()  # fmt: skip
+    scale = {
+        ("linf", "fan_in"): 1 / k, ("spectral", None): math.sqrt(n / k),
+        ("spectral", "max"): max(1, math.sqrt(n / k)),
+        ("spectral", "moonlight"): 0.2 * math.sqrt(max(n, k)),
+        ("spectral_conv", None): math.sqrt(n / k) / taps, ("per_input", None): math.sqrt(n),
+        ("per_input", "fan_in"): math.sqrt(n) / k, ("per_output", None): 1 / math.sqrt(k),
+    }.get((spec.name, spec.scale), spec.scale if isinstance(spec.scale, float) else 1.0)
+    return scale * plain
+
+
+SCALES = (1.0, -1.0, 7.0, 1e-30, 1e30, 0.0)
+POINTS = 300
+
+
+@functools.cache
+def evaluated(spec):
+    """Everything the tests below ask of a norm, from one program: compiling dominates here."""
+    s, x = pair(spec)
+
+    def program(inputs, points):
+        step, dual = jax.vmap(functools.partial(lmo_with_dual, spec))(inputs)
+        up = jax.vmap(functools.partial(sharp, spec))(inputs)
+        size = functools.partial(norm, spec)
+        return step, dual, up, size(step[0]), size(up[0]), jax.vmap(size)(points)
+
+    points = jax.random.normal(jax.random.key(1), (POINTS, *s.shape)).at[0].set(x)
+    poisoned = jnp.asarray(s).at[..., 0, 1].set(jnp.nan)
+    inputs = jnp.stack([*(scale * s for scale in SCALES), poisoned])
+    out = [np.asarray(a) for a in jax.jit(program)(inputs, points)]
+    return s, np.asarray(points), *out
+
+
+inner = lambda a, b: float(np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64)))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_dual_norm_is_the_formula_of_the_table(spec):
+    s, _, _, dual, *_ = evaluated(spec)
+    np.testing.assert_allclose(dual[0], reference_dual(spec, s), rtol=2e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_identities_of_dual_norm_lmo_and_sharp(spec):
+    s, points, step, dual, up, step_norm, up_norm, norms = evaluated(spec)
+    close = functools.partial(np.testing.assert_allclose, rtol=3e-6)
+    close(step_norm, 1.0)
+    close(inner(s, step[0]), -float(dual[0]))
+    close(inner(s, up[0]), float(dual[0]) ** 2)
+    close(up_norm, dual[0])
+    for i, scale in enumerate(SCALES[:3]):
+        close(step[i], np.sign(scale) * step[0], rtol=0, atol=1e-5 * np.abs(step[0]).max())
+        close(up[i], scale * up[0], rtol=0, atol=1e-4 * np.abs(up[0]).max())
+    # Hölder, and with it: no feasible point beats the lmo.
+    for x, size in zip(points, norms):
+        assert abs(inner(s, x)) <= float(dual[0] * size) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_zero_nan_tiny_huge_and_half_precision(spec):
+    s, _, step, dual, *_ = evaluated(spec)
+    assert SCALES[5] == 0 and not np.any(step[5]) and dual[5] == 0
+    assert np.isnan(step[6]).any() and np.isnan(dual[6])
+    for i in (3, 4):
+        np.testing.assert_allclose(step[i], step[0], atol=2e-5 * np.abs(step[0]).max())
+        np.testing.assert_allclose(dual[i] / SCALES[i], dual[0], rtol=1e-5)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        shape = jax.eval_shape(functools.partial(lmo_with_dual, spec), jnp.asarray(s, dtype))
+        assert [a.dtype for a in shape] == [dtype, jnp.float32]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_is_calculated_in_float32(dtype):
+    for spec in (NormSpec("l2"), NormSpec("linf"), NormSpec("spectral")):
+        s, _ = pair(spec)
+        half = jnp.asarray(1e-4 * s, dtype)  # squares of these vanish in float16
+        step, dual = lmo_with_dual(spec, half)
+        same, same_dual = lmo_with_dual(spec, half.astype(jnp.float32))
+        np.testing.assert_array_equal(step, same.astype(dtype))
+        np.testing.assert_array_equal(dual, same_dual)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_euclidean_constant_bounds_the_norm_and_is_attained(spec):
+    _, points, *_, norms = evaluated(spec)
+    shape = shape_for(spec)
+    m, n = math.prod(shape[:-1]), shape[-1]
+    kappa = euclidean_constant(spec, shape)
+    sizes = np.sqrt((points.astype(np.float64) ** 2).reshape(len(points), -1).sum(1))
+    assert np.max(norms / sizes) <= kappa * (1 + 1e-6)
+    # One entry, flat, orthogonal, one row, one column: one of them is extremal for each norm.
+    one, row, column = (np.zeros((m, n), np.float32) for _ in range(3))
+    one[0, 0], row[0], column[:, 0] = 1, 1, 1
+    extreme = np.stack([one, np.ones_like(one), np.eye(m, n, dtype=np.float32), row, column])
+    extreme = extreme.reshape(-1, *shape)
+    found = jax.jit(jax.vmap(functools.partial(norm, spec)))(extreme)
+    sizes = np.sqrt((extreme**2).reshape(5, -1).sum(1))
+    np.testing.assert_allclose(np.max(found / sizes), kappa, rtol=1e-5)
+
+
+def test_newton_schulz_direction_is_within_its_accuracy_of_the_svd():
+    # Condition number 30: polar express with 6 steps stays within 2.6e-3 of 1 there.
+    u, _, vt = np.linalg.svd(np.random.default_rng(0).standard_normal((16, 24)))
+    s = (u * np.geomspace(1, 1 / 30, 16)) @ vt[:16]
+    step, dual = lmo_with_dual("spectral", s.astype(np.float32))
+    exact, exact_dual = lmo_with_dual(NormSpec("spectral", method="svd"), s.astype(np.float32))
+    assert np.linalg.norm(np.asarray(step - exact), 2) <= 5e-3 * math.sqrt(24 / 16)
+    np.testing.assert_allclose(dual, exact_dual, rtol=5e-3)
+
+
+def test_nuclear_lmo_by_power_iteration_reaches_the_leading_pair():
+    u, _, vt = np.linalg.svd(np.random.default_rng(1).standard_normal((12, 9)))
+    s = ((u[:, :9] * 0.8 ** np.arange(9)) @ vt).astype(np.float32)
+    for key in (None, jax.random.key(3)):
+        step, dual = lmo_with_dual(NormSpec("nuclear", steps=40), s, key=key)
+        np.testing.assert_allclose(step, -np.outer(u[:, 0], vt[0]), atol=1e-5)
+        np.testing.assert_allclose(dual, 1.0, rtol=1e-5)
+
+
+def test_upper_bound_holds_and_is_tight_to_the_rank_factor():
+    for seed, shape in enumerate([(6, 6), (40, 8), (8, 40)]):
+        for scale in (1e-20, 1.0, 1e20):
+            x = scale * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+            for squarings in (1, 4):
+                ratio = float(norm_upper_bound("spectral", x, squarings=squarings)
+                              / norm("spectral", x))
+                assert 1 - 1e-6 <= ratio <= min(shape) ** 2.0 ** -(squarings + 1) * (1 + 1e-5)
+    assert norm_upper_bound("spectral", np.zeros((3, 4), np.float32)) == 0
+    # Rank one: the bound is the norm itself.
+    x = np.outer(np.arange(1, 5.0), np.ones(3)).astype(np.float32)
+    np.testing.assert_allclose(norm_upper_bound("spectral", x), norm("spectral", x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["spectral", "per_input", "per_output", "nuclear"])
+def test_stacked_layers_are_layers_of_their_own(name):
+    s = jax.random.normal(jax.random.key(0), (3, 2, 5, 4))
+    step, dual = lmo_with_dual(name, s)
+    assert dual.shape == (3, 2)
+    one, one_dual = lmo_with_dual(name, s[1, 1])
+    np.testing.assert_allclose(step[1, 1], one, atol=1e-6)
+    np.testing.assert_allclose(dual[1, 1], one_dual, rtol=1e-5)
+
+
+def test_dimension_numbers_choose_the_matrix():
+    # An attention kernel (d, heads, d_head), one input axis, two output axes.
+    s = jax.random.normal(jax.random.key(0), (6, 2, 4))
+    spec = NormSpec("spectral", dims=MuonDimensionNumbers(0, (1, 2)))
+    flat = lmo("spectral", s.reshape(6, 8)).reshape(6, 2, 4)
+    np.testing.assert_allclose(lmo(spec, s), flat, atol=1e-6)
+    # Output axes before input axes, and a stacked axis in the middle.
+    turned = NormSpec("spectral", dims=MuonDimensionNumbers(2, 0))
+    step, dual = lmo_with_dual(turned, s)
+    assert dual.shape == (2,)
+    np.testing.assert_allclose(step[:, 1].T, lmo("spectral", s[:, 1].T), atol=1e-6)
+    # Vector norms take the named axes, too.
+    per_layer = NormSpec("linf", dims=MuonDimensionNumbers((), -1))
+    np.testing.assert_allclose(dual_norm(per_layer, s), jnp.abs(s).sum(-1), rtol=1e-6)
+
+
+def test_transposition_swaps_inputs_and_outputs():
+    s = jax.random.normal(jax.random.key(0), (6, 9))
+    unit = NormSpec("spectral", scale="unit")
+    np.testing.assert_allclose(lmo(unit, s.T), lmo(unit, s).T, atol=2e-6)
+    np.testing.assert_allclose(
+        lmo(NormSpec("per_input", scale="unit"), s.T),
+        lmo(NormSpec("per_output", scale="unit"), s).T, atol=1e-6,
+    )
+
+
+def test_l1_takes_the_lowest_index_among_ties():
+    np.testing.assert_array_equal(lmo("l1", jnp.array([1.0, -2.0, 2.0])), [0, 1, 0])
+
+
+@pytest.mark.parametrize("name", NORM_NAMES)
+def test_scalars_single_rows_and_empty_arrays(name):
+    spec = NormSpec(name, p=2.5 if name in ("lp", "schatten") else None)
+    matrix = name in ("spectral", "spectral_conv", "per_input", "per_output", "nuclear", "schatten")
+    if not matrix:
+        step, dual = lmo_with_dual(spec, jnp.float32(-3.0))
+        assert step == 1 and dual == 3
+    step, dual = lmo_with_dual(spec, jnp.zeros((0, 3)))
+    assert step.shape == (0, 3) and dual == 0
+    # One row: U Vᵀ is g / ‖g‖ with every singular-value norm.
+    g = jnp.array([[3.0, 4.0, 0.0]])
+    if name in ("spectral", "schatten", "nuclear"):
+        np.testing.assert_allclose(lmo(spec, g) / norm("l2", lmo(spec, g)),
+                                   [[-0.6, -0.8, 0]], atol=3e-4)
+
+
+def test_functions_run_under_jit_vmap_and_grad():
+    s = jax.random.normal(jax.random.key(0), (3, 5, 4))
+    for name in ("spectral", "linf", "per_output"):
+        batched = jax.jit(jax.vmap(functools.partial(lmo, name)))(s)
+        np.testing.assert_allclose(batched[2], lmo(name, s[2]), atol=1e-6)
+    # The gradient of a dual norm is -lmo, where it is differentiable.
+    exact = NormSpec("spectral", method="svd")
+    for spec in (NormSpec("l2"), NormSpec("per_input"), NormSpec("lp", p=3.0)):
+        grad = jax.grad(lambda x, spec=spec: dual_norm(spec, x))(s[0])
+        np.testing.assert_allclose(grad, -lmo(spec, s[0]), atol=1e-5)
+    grad = jax.grad(lambda x: dual_norm("spectral", x))(s[0])
+    np.testing.assert_allclose(grad, -lmo(exact, s[0]), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "spectrl"}, "name: expected one of .*'spectral'.*got 'spectrl'"),
+        ({"name": "l2", "radius": 0.0}, r"radius: must lie in \(0.0, inf\), got 0.0"),
+        ({"name": "l2", "scale": "rms"}, "scale: the norm 'l2' takes .*got 'rms'"),
+        ({"name": "rms", "scale": 2.0}, "'rms' takes no scale, got 2.0"),
+        ({"name": "linf", "scale": -1.0}, "scale: must lie in"),
+        ({"name": "lp"}, "p: belongs to 'lp' and 'schatten' only, got None"),
+        ({"name": "l2", "p": 2.0}, "p: belongs to 'lp'"),
+        ({"name": "lp", "p": 1.0}, r"p: must lie in \(1.0"),
+        ({"name": "spectral", "steps": 0}, "steps: must be >= 1"),
+        ({"name": "spectral", "coefficients": (1.0, 2.0)}, "coefficients: expected"),
+    ],
+)
+def test_bad_specifications_say_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NormSpec(**arguments)
+
+
+def test_bad_shapes_say_what_is_wrong():
+    with pytest.raises(ValueError, match=r"'spectral' needs a matrix, got .* shape \(4,\)"):
+        lmo("spectral", jnp.ones(4))
+    with pytest.raises(ValueError, match=r"axes \[3\] do not exist .*\(2, 2\)"):
+        lmo(NormSpec("spectral", dims=MuonDimensionNumbers(0, 3)), jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="an axis is named twice"):
+        lmo(NormSpec("spectral", dims=MuonDimensionNumbers(0, -2)), jnp.ones((2, 2)))
+    with pytest.raises(TypeError, match="dims: expected MuonDimensionNumbers"):
+        NormSpec("spectral", dims=(0, 1))
+
+
+def test_specifications_are_hashable_whatever_they_were_given():
+    spec = NormSpec("spectral", dims=MuonDimensionNumbers([0, 1], [2]),
+                    coefficients=[[3.4445, -4.7750, 2.0315]] * 5)
+    assert hash(spec) == hash(NormSpec("spectral", dims=MuonDimensionNumbers((0, 1), (2,)),
+                                       coefficients=((3.4445, -4.7750, 2.0315),) * 5))
