@@ -38,6 +38,7 @@ from fadex.optim.momentum import (
     sgd_interpolation,
     sgd_momentum,
 )
+from fadex.optim.newton_schulz_coefficients import polar_express_coefficients
 from fadex.optim.norm_rules import assign_norms, weight_dimension_numbers
 from fadex.optim.norms import (
     NORM_NAMES,
@@ -51,6 +52,7 @@ from fadex.optim.norms import (
     sharp,
 )
 from fadex.optim.polar import polar_factor
+from fadex.optim.polar_lowrank import polar_lowrank, polar_range_sketch
 from fadex.optim.product_norms import (
     broadcast_specs,
     tree_dual_norm,
@@ -138,7 +140,10 @@ __all__ = [
     "oscillation_index",
     "oscillation_monitor",
     "pnorm_map",
+    "polar_express_coefficients",
     "polar_factor",
+    "polar_lowrank",
+    "polar_range_sketch",
     "river_limits",
     "river_progress",
     "river_valley_2d",

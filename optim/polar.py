@@ -90,11 +90,11 @@ def _iterate(x: jax.Array, table: Any, method: str) -> jax.Array:
     if method == "pallas":
         return newton_schulz(x, table)
     m, n = x.shape[1:]
-    full = x.dtype.itemsize >= 4
-    if n >= _GRAM_RATIO * m and full:
+    # In 16 bits the Gram form's float32 products take six times their operations there.
+    if n >= _GRAM_RATIO * m and x.dtype.itemsize >= 4:
         return _newton_schulz_gram(x, table)
-    # With no kernel that halves the symmetric products the Gram form pays much earlier.
-    gram = n >= _GRAM_RATIO_CPU * m and full
+    # On CPU no kernel halves the symmetric products, so the Gram form pays much earlier.
+    gram = n >= _GRAM_RATIO_CPU * m
     return newton_schulz(x, table, _newton_schulz_gram if gram else newton_schulz_reference)
 
 
@@ -144,31 +144,50 @@ def polar_factor(
 ) -> jax.Array:
     r"""The polar factor :math:`U V^T` of ``g = U diag(s) V^T``, by Newton-Schulz iteration.
 
+    Starts from :math:`X_0 = g / \|g\|_F` on the short side and applies, ``steps`` times,
+    :math:`X \leftarrow a X + (b A + c A^2) X` with :math:`A = X X^T`; every singular value
+    ``s_i`` becomes ``p(s_i / ||g||_F)``. With polar express coefficients ``|1 - p|`` on
+    ``[1e-2, 1]`` is at most 0.130 after 5 steps, 2.6e-3 after 6, 4.7e-6 after 7, rounding from
+    8 on; Muon's stay within 0.318 for ever, Dion's 5 reach 0.032. The smallest singular value
+    relative to the Frobenius norm decides: at condition number 1e3 a 128 x 128 matrix holds
+    values near 2e-4, below the 1e-3 that 6 steps are made for, and the error is about 0.5 in
+    every variant; 8 steps bring it down to 1e-2. Measured in the spectral norm against
+    the singular value decomposition up to condition number 100: float32 3e-3, float16 1e-2,
+    bfloat16 0.07.
+
     Args:
-      g: ``[..., m, n]`` real floating-point, any scale; leading axes are a batch. A zero
-        matrix maps to zero, NaN or infinity to NaN, a single row or column to ``g / ||g||``
-        exactly, an empty array to itself.
-      steps: number of iterations; static. ``None``: 6 for polar express, 5 for ``"muon"`` and
-        ``"dion"``, the number of rows for an array. Past a table's end (15/8, -10/8, 3/8).
-      coefficients: ``"polar_express"``, ``"muon"``, ``"dion"``, or an array ``[k, 3]``.
-      method: ``"xla"``: plain iteration; ``"pallas"``: kernels on TPU and CUDA; ``"gram"``:
-        iteration on Gram matrices; ``"svd"``: exact, slow; ``"auto"``: ``"gram"`` where the
-        long side is at least 8 times the short one, else kernels where they exist.
+      g: ``[..., m, n]``, real floating-point, at any scale; leading axes are a batch. A zero
+        matrix maps to zero, one with a NaN or an infinity to NaN, a single row or column
+        to ``g / ||g||`` exactly, an empty array to itself. Null directions stay null.
+      steps: number of iterations, static. ``None``: 6 for ``"polar_express"``, 5 for ``"muon"``
+        and ``"dion"``, all rows of an array. Past the last row (15/8, -10/8, 3/8) repeats.
+      coefficients: ``"polar_express"``, ``"muon"``, ``"dion"``, or an array ``[k, 3]`` of rows
+        ``(a, b, c)``, or one row ``[3]`` for all steps.
+      method: static; ``"xla"``: the plain iteration. ``"pallas"``: kernels on TPU and CUDA,
+        plain elsewhere. ``"gram"``: iteration on Gram matrices, restarted every third step;
+        for long matrices. ``"svd"``: exact and slow; ``steps`` and ``coefficients`` unused.
+        ``"auto"``: Gram where the long side is 8 times the short one (twice on CPU), else
+        kernels on TPU and CUDA, else plain.
       dtype: dtype of the iteration (products accumulate in float32); default that of ``g``.
-      eps: added to the Frobenius norm, in the units of ``g``; default none.
-      dims: ``optax.contrib.MuonDimensionNumbers``: which axes are the rows (reduction) and
-        the columns (output); the others are a batch. Default: the last two.
+      eps: added to the Frobenius norm, in units of ``g``; default none. 1e-8 is optax's, and
+        makes matrices of that norm shrink.
+      dims: ``optax.contrib.MuonDimensionNumbers``: the axes that make up the rows (reduction)
+        and the columns (output); the others are a batch. Default: the last two axes.
 
     Returns:
-      The shape and dtype of ``g``.
+      The shape and dtype of ``g``. Differentiable in ``g``, by the derivative of the
+      iteration (``"svd"``: of the decomposition, which wants distinct singular values).
 
     Raises:
-      TypeError, ValueError: a bad argument, at trace time.
+      TypeError, ValueError: ``g`` is no real matrix, or an argument is not as described.
 
     Example:
       >>> u = polar_factor(jnp.array([[3.0, 0.0], [0.0, 1e-1]]))
       >>> bool(jnp.abs(u - jnp.eye(2)).max() < 5e-3)
       True
+
+    Source: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon (iteration);
+    N. Amsel et al., https://arxiv.org/abs/2505.16932 (coefficients, Gram form).
     """
     g = jnp.asarray(g)
     if not jnp.issubdtype(g.dtype, jnp.floating):
