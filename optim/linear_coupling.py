@@ -20,7 +20,7 @@ def levy_weights(count: jax.Array) -> jax.Array:
     >>> [float(levy_weights(t)) for t in (0, 2, 3, 11)]
     [1.0, 1.0, 1.0, 3.0]
     """
-    t = jnp.asarray(count, jnp.float32)
+    t = jnp.asarray(count, float)
     return jnp.where(t < 3, 1.0, (t + 1) / 4)
 
 
@@ -30,7 +30,7 @@ def linear_weights(count: jax.Array) -> jax.Array:
     >>> [float(linear_weights(t)) for t in (0, 2)]
     [1.0, 2.0]
     """
-    return (jnp.asarray(count, jnp.float32) + 2) / 2
+    return (jnp.asarray(count, float) + 2) / 2
 
 
 def certificate_schedule(initial: float, power: float = 0.75) -> Callable[[Any], jax.Array]:
@@ -45,13 +45,13 @@ def certificate_schedule(initial: float, power: float = 0.75) -> Callable[[Any],
     """
     check_real("initial", initial, minimum=0.0, exclusive=True)
     check_real("power", power, minimum=0.0, maximum=1.0)
-    return lambda count: initial / (jnp.asarray(count, jnp.float32) + 1) ** power
+    return lambda count: initial / (jnp.asarray(count, float) + 1) ** power
 
 
 def resolve_weights(weights: Any) -> Callable[[jax.Array], jax.Array]:
     """A function t -> α_t from a name or a schedule."""
     names = {"levy": levy_weights, "linear": linear_weights,
-             "constant": lambda count: jnp.ones((), jnp.float32)}
+             "constant": lambda count: jnp.ones(())}
     if callable(weights):
         return weights
     if not isinstance(weights, str) or weights not in names:
@@ -77,4 +77,4 @@ def resolve_coupling(coupling: Any, weights: Any) -> Callable[[jax.Array], jax.A
         check_real("coupling", coupling, maximum=1.0)
         if coupling <= 0:
             raise ValueError(f"coupling: must lie in (0, 1], got {coupling!r}")
-    return lambda count: jnp.asarray(coupling, jnp.float32)
+    return lambda count: jnp.asarray(coupling)
