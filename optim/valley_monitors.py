@@ -17,6 +17,7 @@ import optax
 
 from fadex.core.checks import check_int
 from fadex.optim.common import at, check_leaves
+from fadex.optim.curvature import hessian_vector_product, lambda_max
 from fadex.optim.river import check_decay
 
 Loss = Callable[[Any], jax.Array]
@@ -148,12 +149,11 @@ def oscillation_monitor(decay: Any = 0.9) -> optax.GradientTransformationExtraAr
 
 def _hessian_product(loss: Loss, params: Any) -> Callable[[Any], Any]:
     """``v -> H v`` in float32 or better, through products in the dtype of ``params``."""
-    gradient = jax.grad(loss)
+    exact = hessian_vector_product(loss, params)
 
     def product(v: Any) -> Any:
         tangent = jax.tree.map(lambda x, p: x.astype(p.dtype), v, params)
-        out = jax.jvp(gradient, (params,), (tangent,))[1]
-        return jax.tree.map(lambda x: x.astype(_work_dtype(x)), out)
+        return jax.tree.map(lambda x: x.astype(_work_dtype(x)), exact(tangent))
 
     return product
 
@@ -175,7 +175,7 @@ def _unit(tree: Any) -> tuple[Any, jax.Array]:
 def sharpness(loss: Loss, params: Any, key: jax.Array, iters: int = 20) -> jax.Array:
     r"""Largest curvature of a loss, by power iteration on Hessian products.
 
-    :math:`v \leftarrow H v / \|H v\|` from a random start, then :math:`v^\top H v`: the
+    :func:`~fadex.optim.lambda_max` of the Hessian, with the vectors in float32 or better: the
     eigenvalue of largest modulus, with its sign. The relative error falls like
     :math:`(\lambda_2 / \lambda_1)^{2 \cdot \mathrm{iters}}`; where the two largest lie close
     together, or negative curvature is strong, use :func:`top_hessian`, which takes as many
@@ -202,10 +202,8 @@ def sharpness(loss: Loss, params: Any, key: jax.Array, iters: int = 20) -> jax.A
     """
     iters = check_int("iters", iters, minimum=1)
     check_leaves("params", params)
-    product = _hessian_product(loss, params)
-    start = _unit(_random_like(key, params))[0]
-    v = jax.lax.fori_loop(0, iters, lambda _, v: _unit(product(v))[0], start)
-    return _dot(v, product(v))
+    like = jax.tree.map(lambda p: jnp.zeros(p.shape, _work_dtype(p)), params)
+    return lambda_max(_hessian_product(loss, params), like, key, num_steps=iters)
 
 
 class TopHessian(NamedTuple):

@@ -169,7 +169,7 @@ def test_noise_gain_stays_below_one_and_a_half_where_halperns_grows():
     # the limit
     np.testing.assert_allclose(noise_gain(1 << 14), np.pi**2 / 4 - 1, rtol=1e-4)
     # at a common step a = eta lambda the noise of SGD is a / (2 - a)
-    a = np.array([0.1, 0.5, 1.0, 1.5, 1.9])
+    a = np.geomspace(1e-3, 1.99, 50)
     assert np.all(noise_gain(1024, 1 - a) <= 0.41 * a / (2 - a))
 
 

@@ -123,8 +123,12 @@ def test_guard_survives_zeros_and_shows_what_is_not_finite():
     updates, states = follow(scale_by_heavy_ball(0.0, guard=2.0), g)
     np.testing.assert_array_equal(updates[:2], g[:2])
     assert jnp.isnan(updates[2, 0])
-    assert not jnp.isfinite(updates[3, 0])
     assert jnp.all(jnp.isfinite(states.guard_norm))
+    opt = scale_by_heavy_ball(0.0, guard=2.0)
+    _, state = opt.update(g[1], opt.init(g[0]))
+    update, after = opt.update(jnp.array([jnp.inf, 1.0]), state)
+    np.testing.assert_array_equal(update, [np.inf, 1.0])
+    assert after.guard_norm == state.guard_norm
     # under apply_if_finite such a step is skipped, momentum and all
     opt = optax.apply_if_finite(heavy_ball(0.1, 0.9, guard=2.0), 3)
     state = opt.init(g[0])
