@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fadex.core.checks import check_choice, check_real
+from fadex.core.checks import check_choice
 from fadex.optim.accelegrad import adaptive_step, combine, gradient_point, running_mean
 from fadex.optim.common import (
     ScalarOrSchedule,
@@ -142,7 +142,9 @@ def accelegrad_sharp(
       anchor: ``"scalar"``, ``"diagonal"``, or ``"dual_averaging"``, the scalar one in the form
         z = x_0 - η Σ α_i g_i.
       norm: a ``NormSpec``, a name, a tree of them, or a function of the parameters that returns
-        one, such as ``functools.partial(assign_norms, radius=2.0)``.
+        one, such as ``functools.partial(assign_norms, radius=2.0)``; for
+        ``optax.inject_hyperparams`` name a function in ``static_args``, or it passes for a
+        schedule. Default: ``"l2"``, for the LMO geometries :func:`assign_norms`.
       anchor_learning_rate: η_z of the diagonal anchor.
       clip: s > 0 of the clipped LMO: the step is shorter than γρ where s‖g_l‖_* < 1.
       clip_scope: ``"layer"`` clips by each layer's dual norm, ``"global"`` by Σ ρ_l ‖g_l‖_*.
@@ -217,7 +219,7 @@ def accelegrad_sharp(
         ("weight_decay", weight_decay, 0.0, False),
     ):
         check_hyperparameter(name, value, minimum=low, exclusive=open_)
-    check_real("eps", eps, minimum=0.0)
+    check_hyperparameter("eps", eps, minimum=0.0, schedule=False)
     check_choice("clip_scope", clip_scope, ("layer", "global"))
     product = check_choice("product", product or "l2", ("max", "l2"))
     check_choice("resync", resync, ("auto", "params", "state"))
@@ -230,12 +232,15 @@ def accelegrad_sharp(
         raise ValueError("anchor_mirror: belongs to a scalar anchor, got the diagonal one")
     if anchor == "dual_averaging" and anchor_mirror is not None:
         raise ValueError("anchor_mirror: dual averaging is written for the Euclidean anchor")
-    if anchor_scale != "auto":
+    automatic = isinstance(anchor_scale, str)
+    if automatic:
+        check_choice("anchor_scale", anchor_scale, ("auto",))
+    else:
         check_hyperparameter(
             "anchor_scale", anchor_scale, minimum=0.0, exclusive=True, schedule=False
         )
     if radius is not None:
-        check_real("radius", radius, minimum=0.0, exclusive=True)
+        check_hyperparameter("radius", radius, minimum=0.0, exclusive=True, schedule=False)
         if projection is not None:
             raise ValueError("radius: give radius or projection, not both")
     if recompute_y:
@@ -255,7 +260,7 @@ def accelegrad_sharp(
     def check_norms(params: Any) -> Any:
         specs = broadcast_specs(norm, params)
         l1 = any(s.name == "l1" for s in jax.tree.leaves(specs))
-        if l1 and not diagonal and anchor_mirror is None and anchor_scale == "auto":
+        if l1 and not diagonal and anchor_mirror is None and automatic:
             raise ValueError(
                 "norm: 'l1' is not bounded by the Euclidean norm without a factor √d, so a "
                 "Euclidean anchor loses the rate; give anchor_mirror=pnorm_map(size=d) (or "
@@ -265,7 +270,7 @@ def accelegrad_sharp(
 
     if isinstance(norm, str) or not callable(norm):
         # What can be said without parameters is said when the transform is built.
-        check_norms_early(norm, diagonal or anchor_mirror is not None or anchor_scale != "auto")
+        check_norms_early(norm, diagonal or anchor_mirror is not None or not automatic)
 
     def init(params: Any) -> AcceleGradSharpState:
         check_leaves("params", params)
@@ -396,7 +401,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _anchor_factors(anchor_scale: Any, specs: Any, params: Any) -> Any:
-    if anchor_scale != "auto":
+    if not isinstance(anchor_scale, str):
         return jax.tree.map(lambda _: jnp.asarray(anchor_scale), params)
     constants = tree_euclidean_constants(specs, params)
     return jax.tree.map(lambda kappa: jnp.asarray(min(1.0, kappa**-2)), constants)

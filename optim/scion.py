@@ -67,7 +67,7 @@ def _lmo_steps(
 
 
 def scale_by_lmo(
-    norm: Any = assign_norms,
+    norm: Any = None,
     *,
     clip: ScalarOrSchedule | None = None,
     clip_scope: str = "layer",
@@ -93,6 +93,7 @@ def scale_by_lmo(
     if clip is not None:
         check_hyperparameter("clip", clip, minimum=0.0, exclusive=True)
     check_choice("clip_scope", clip_scope, ("layer", "global"))
+    norm = assign_norms if norm is None else norm
 
     def init(params: Any) -> optax.ScaleByScheduleState:
         broadcast_specs(norm, params)
@@ -112,7 +113,7 @@ def scale_by_lmo(
 def scion(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.1,
-    norm: Any = assign_norms,
+    norm: Any = None,
     *,
     constrained: bool = False,
     clip: ScalarOrSchedule | None = None,
@@ -128,20 +129,21 @@ def scion(
       learning_rate: γ, in units of the radii ρ_l.
       momentum: m in (0, 1], the weight of the new gradient: 0.1 is what others call 0.9.
       norm: a ``NormSpec``, a name, a tree of them, or a function of the parameters that returns
-        one; default :func:`assign_norms`.
+        one (for ``optax.inject_hyperparams`` name a function in ``static_args``); default
+        :func:`assign_norms`.
       constrained: pull the weights towards 0 by 1 - γ (1 - γ min(1, s‖d‖_*) when clipped), so
         that ‖W_l‖ <= ρ_l stays true once it is; start with :func:`scion_init`. The step then
         depends on ``params``: it must be the last of a chain.
       clip: s of the clipped form, or ``None``.
       clip_scope: ``"layer"`` or ``"global"`` (Σ ρ_l ‖d_l‖_*).
-      weight_decay: λ, decoupled: W <- (1 - γλ) W; unconstrained only.
+      weight_decay: λ, decoupled: another -γλW, beside the constraint's own pull if there is one.
       batch_leaves: polar factors of equal shapes in one batched call.
       momentum_dtype: of d; default at least float32.
       update_dtype: of the emitted step; default the parameters'.
 
     Raises:
-      ValueError: values out of range, a norm that does not fit a parameter, weight decay with
-        the constraint, or an update without ``params``.
+      ValueError: values out of range, a norm that does not fit a parameter, or an update without
+        ``params``.
 
     >>> import jax.numpy as jnp, optax
     >>> params = {"w": jnp.zeros((4, 2))}
@@ -152,16 +154,14 @@ def scion(
     """
     check_hyperparameter("learning_rate", learning_rate, minimum=0.0)
     check_hyperparameter("momentum", momentum, minimum=0.0, maximum=1.0)
-    if momentum == 0:
+    if isinstance(momentum, (int, float)) and momentum == 0:
         raise ValueError("momentum: must lie in (0, 1], got 0: no gradient would ever enter")
     check_hyperparameter("weight_decay", weight_decay, minimum=0.0)
     no_decay = isinstance(weight_decay, (int, float)) and weight_decay == 0
-    if constrained and not no_decay:
-        raise ValueError("weight_decay: the constraint already pulls by 1 - γ, got "
-                         f"{weight_decay!r} with constrained=True")
     if clip is not None:
         check_hyperparameter("clip", clip, minimum=0.0, exclusive=True)
     check_choice("clip_scope", clip_scope, ("layer", "global"))
+    norm = assign_norms if norm is None else norm
 
     def init(params: Any) -> ScionState:
         check_leaves("params", params)
@@ -185,11 +185,12 @@ def scion(
         def move(p: jax.Array, step: jax.Array, share: jax.Array) -> jax.Array:
             wide = state_dtype_of(p)
             x, gamma = p.astype(wide), jnp.asarray(rate, wide)
+            new = x - gamma * step.astype(wide)
             if constrained:
-                x = x - gamma * share.astype(wide) * x
-            elif not no_decay:
-                x = x - gamma * jnp.asarray(at(weight_decay, t), wide) * x
-            return x - gamma * step.astype(wide)
+                new = new - gamma * share.astype(wide) * x
+            if not no_decay:
+                new = new - gamma * jnp.asarray(at(weight_decay, t), wide) * x
+            return new
 
         new = jax.tree.map(move, params, steps, shares)
         state = ScionState(optax.safe_increment(t), d)
@@ -198,7 +199,7 @@ def scion(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scion_init(key: jax.Array, params: Any, norm: Any = assign_norms) -> Any:
+def scion_init(key: jax.Array, params: Any, norm: Any = None) -> Any:
     """Parameters on the boundary of their balls, as constrained Scion starts.
 
     Spectral norms: a random matrix with orthonormal rows or columns, times ρc. ``per_input``,
@@ -216,7 +217,7 @@ def scion_init(key: jax.Array, params: Any, norm: Any = assign_norms) -> Any:
     >>> round(float(norm("spectral", w)), 4)
     1.0
     """
-    specs = broadcast_specs(norm, params)
+    specs = broadcast_specs(norm or assign_norms, params)
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.tree.unflatten(treedef, [jax.random.fold_in(key, i) for i in range(len(leaves))])
 
