@@ -42,7 +42,10 @@ def _normalized(g: jax.Array, eps: Any) -> jax.Array:
 
     Dividing by the largest entry first keeps the squares from overflowing or vanishing.
     """
-    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    # An eighth: compilers turn a division by the peak into a product with its reciprocal,
+    # which for numbers above 8e37 is subnormal and flushed to zero.
+    # (A product, not a division: two divisions in a row are merged into one that overflows.)
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) * 0.125
     peak = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True)
     peak = jnp.where(peak == 0, jnp.ones_like(peak), peak)
     g = g / jax.lax.stop_gradient(peak)
@@ -50,7 +53,7 @@ def _normalized(g: jax.Array, eps: Any) -> jax.Array:
     # 1 inside the root and infinity after it: a zero matrix and its derivative map to 0.
     norm = jnp.sqrt(jnp.where(square == 0, jnp.ones_like(square), square))
     norm = jnp.where(square == 0, jnp.full_like(norm, jnp.inf), norm)
-    return g / (norm if eps is None else norm + eps / peak)
+    return g / (norm if eps is None else norm + 0.125 * eps / peak)
 
 
 def _newton_schulz_gram(x: jax.Array, table: Any) -> jax.Array:
