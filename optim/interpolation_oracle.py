@@ -41,8 +41,8 @@ from fadex.core.checks import check_choice, check_shape
 
 STYLES = ("heavy_ball", "nesterov")
 
-# Halvings of the bracket; more than float64 can resolve from any start that it can hold.
-_HALVINGS = 96
+# Halvings of the bracket, whose upper end is a few units unless the step is absurd.
+_HALVINGS = 64
 
 
 class BestRate(NamedTuple):
@@ -79,7 +79,7 @@ def second_moment_rate(
     ``style`` may be traced.
 
     Args:
-      lam: ``[d]``, eigenvalues of ``H``, all positive.
+      lam: ``[d]``, eigenvalues of ``H``, >= 0; zeros are left out, as no step moves there.
       eta: learning rate, > 0.
       beta: momentum in [0, 1).
       batch_size: rows per step, >= 1; need not be an integer.
@@ -115,7 +115,8 @@ def second_moment_rate(
     disc = p * p / 4 + q
     radius = jnp.where(disc > 0, jnp.abs(p) / 2 + jnp.sqrt(jnp.maximum(disc, 0)),
                        jnp.sqrt(jnp.abs(q)))
-    low = jnp.max(radius**2)
+    seen = lam > 0
+    low = jnp.max(jnp.where(seen, radius**2, 0))
     # The largest absolute row sum of the whole map.
     rows = jnp.abs(p) + jnp.abs(q)
     coupling = gain * (noise + eta**2 * lam * jnp.sum(lam) / batch_size)
@@ -125,7 +126,7 @@ def second_moment_rate(
         low, high = bracket
         z = (low + high) / 2
         numerator, denominator = _mode_polynomials(z, p, q, beta, style)
-        slack = denominator - noise * numerator
+        slack = jnp.where(seen, denominator - noise * numerator, 1)
         total = jnp.sum(noise * numerator / jnp.where(slack > 0, slack, 1))
         beyond = jnp.all(slack > 0) & (total < 1)
         return jnp.where(beyond, low, z), jnp.where(beyond, z, high)

@@ -8,9 +8,9 @@ Both draw ``B`` rows a step, with replacement, and take one step of heavy ball o
 with :math:`y_t = x_t` (heavy ball) or :math:`x_t + \beta(x_t - x_{t-1})` (Nesterov). **Kaczmarz**
 draws row ``i`` with probability :math:`\|a_i\|^2/\|A\|_F^2` and uses it normalised. Then
 :math:`R^2 = \operatorname{tr} H = 1` with :math:`H = A^\top A/\|A\|_F^2`, so the rule of
-:func:`~fadex.optim.interpolation_momentum` needs no estimate, and for ``B = 1`` it gives
-``eta = 1, beta = 0``: the classical projection :math:`x \mathrel{+}= (b_i - a_i^\top x)
-a_i/\|a_i\|^2` of Strohmer and Vershynin 2009.
+:func:`~fadex.optim.interpolation_momentum` needs no estimate of it, and for ``B = 1`` comes down to
+``eta = 1, beta = 0`` (where ``lmax <= 1/2``; always taken here): the classical projection
+:math:`x \mathrel{+}= (b_i - a_i^\top x) a_i/\|a_i\|^2` of Strohmer and Vershynin 2009.
 
 A step reads ``B d`` numbers for two products with vectors: bound by memory, with nothing that a
 kernel could save. Rows are drawn ahead, a block of steps at a time.
@@ -53,6 +53,9 @@ def choose_momentum(momentum: Any, gram: jax.Array, batch_size: int, style: str)
         return momentum
     if momentum is not None:
         check_choice("momentum", momentum, ("auto", None))
+    if batch_size == 1:
+        # The classical method; the rule agrees where lmax <= 1/2.
+        return Momentum(1.0, 0.0, jnp.inf)
     lmax, mu = spectrum_ends(gram)
     if momentum is None:
         # The best step by E[H_B^2] <= (1/B + (1 - 1/B) lmax) H, within the curvature's limit.
@@ -77,7 +80,7 @@ def run_momentum(
 ) -> InterpolationResult:
     """Scan ``num_steps`` steps with ``gradient(y, batch)``, ``batch`` from ``draw(key, shape)``."""
     check_choice("style", style, STYLES)
-    check_int("num_steps", num_steps, minimum=0)
+    check_int("num_steps", num_steps, minimum=1)
     check_int("batch_size", batch_size, minimum=1)
     check_int("every", every, minimum=1)
     if (key is None) == (indices is None):
@@ -103,7 +106,7 @@ def run_momentum(
             batches = jnp.asarray(indices)[steps]
         return jax.lax.scan(step, carry, batches)[0]
 
-    length = max(min(every if record is not None else _BLOCK, num_steps), 1)
+    length = min(every if record is not None else _BLOCK, num_steps)
     if record is not None and num_steps < every:
         raise ValueError(f"every: must be <= num_steps = {num_steps}, got {every}")
 
@@ -244,7 +247,7 @@ def kaczmarz(
     Args:
       A: ``[m, d]``; ``b``: ``[m]``.
       key: from which rows are drawn, with replacement.
-      batch_size: ``B``, >= 1; 1 is the classical method whatever the momentum rule.
+      batch_size: ``B``, >= 1; 1 is the classical method, unless a Momentum says otherwise.
       momentum: ``"auto"``: by :func:`~fadex.optim.interpolation_momentum` with ``R^2 = 1`` and
         the ends of the spectrum of ``H`` (one symmetric eigenproblem of the smaller side);
         None: no momentum, with the step ``min(B/(1 + (B-1) lmax), 1/lmax)``; or a
