@@ -1,6 +1,6 @@
 """Where heavy ball is stable on a real language model: the part ``river_lm``.
 
-    python benchmarks/optim_training.py --river
+    python benchmarks/optim_training.py --only river_lm
 
 In a valley of curvature λ heavy ball in its ema form is stable below
 2 (1 + β) / ((1 - β) λ): (1 + β) / (1 - β) times plain gradient descent's, 19 times at β = 0.9.
@@ -38,7 +38,7 @@ from optim_training import (
 from fadex.optim import heavy_ball
 
 DECAYS = (0.0, 0.5, 0.9)
-RATES = tuple(0.1 * 10 ** (i / 4) for i in range(14))  # 0.1 .. 178
+RATES = tuple(0.03 * 10 ** (i / 6) for i in range(16))  # 0.03 .. 9.5
 SEEDS = (0, 1)
 
 
@@ -108,3 +108,28 @@ def run_river(out: str | os.PathLike, *, again: bool = False, task: Task | None 
                                "entropy": entropy, "rows": rows}
         write_results(out, results)
     return results["river_lm"]
+
+
+def render_river(found: dict[str, Any]) -> str:
+    """Markdown: the largest stable rate and the best loss for each momentum."""
+    plain = found["rows"][0]
+    lines = [
+        "### river_lm",
+        "",
+        f"{found['about']['model']}; heavy ball (ema) on seeds {list(SEEDS)}, "
+        f"{found['about']['steps']} steps; text sha256 {found['about']['sha256']}.",
+        "",
+        "| decay | largest stable lr | over gradient descent's | (1 + β)/(1 - β) | best lr | best "
+        "valid loss |",
+        "|---" * 6 + "|",
+    ]
+    for row in found["rows"]:
+        beta, edge = row["decay"], row["largest_stable"]
+        growth = edge / plain["largest_stable"] if edge and plain["largest_stable"] else math.nan
+        best = min((c for c in row["grid"] if c["valid_loss"] is not None),
+                   key=lambda c: c["valid_loss"], default={"lr": math.nan, "valid_loss": math.nan})
+        lines.append(
+            f"| {beta:g} | {math.nan if edge is None else edge:.3g} | {growth:.2f} | "
+            f"{(1 + beta) / (1 - beta):.3g} | {best['lr']:.3g} | {best['valid_loss']:.4f} |"
+        )
+    return "\n".join(lines)

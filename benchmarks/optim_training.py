@@ -1,7 +1,7 @@
 """Real training: every optimizer tuned alike on digits and on a character-level transformer.
 
     python benchmarks/optim_training.py                         # everything that is not there yet
-    python benchmarks/optim_training.py --tasks digits_mlp --optimizers adamw,muon
+    python benchmarks/optim_training.py --only training --tasks digits_mlp --optimizers adamw
     python benchmarks/optim_training.py --table                 # print what was measured
 
 For each task (``benchmarks/optim_models.py``) and optimizer:
@@ -489,19 +489,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
-    parser.add_argument("--river", action="store_true", help="only the part river_lm")
+    parser.add_argument("--only", choices=("training", "river_lm"), help="one part")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--again", action="store_true", help="measure even what is there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     split = lambda text: [name for name in text.split(",") if name]
-    if args.river:
-        from optim_river_lm import run_river
+    # It imports this module by name, which is not the running script's.
+    from optim_river_lm import render_river, run_river
 
-        run_river(args.out, again=args.again)
-    elif not args.table:
+    if not args.table and args.only != "river_lm":
         run(args.out, split(args.tasks), split(args.optimizers), again=args.again)
-    print(render(read_results(args.out)))
+    if not args.table and args.only != "training":
+        run_river(args.out, again=args.again)
+    results = read_results(args.out)
+    print(render(results))
+    if "river_lm" in results:
+        print(render_river(results["river_lm"]))
 
 
 if __name__ == "__main__":
