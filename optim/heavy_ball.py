@@ -20,6 +20,7 @@ from fadex.optim.common import (
     at,
     check_hyperparameter,
     check_leaves,
+    zeros_in_state,
 )
 from fadex.optim.river import STYLES, check_decay
 from fadex.optim.valley_monitors import safe_norm
@@ -32,7 +33,7 @@ class HeavyBallState(NamedTuple):
     """State of :func:`scale_by_heavy_ball`."""
 
     count: jax.Array  # int32 []: steps made
-    momentum: Any  # like params
+    momentum: Any  # like params, in the accumulator's dtype
     guard_norm: jax.Array  # float32 []: running mean of the guarded gradients' norms
 
 
@@ -71,7 +72,7 @@ def scale_by_heavy_ball(
         check_leaves("params", params)
         return HeavyBallState(
             jnp.zeros((), jnp.int32),
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype), params),
+            zeros_in_state(params, accumulator_dtype),
             jnp.zeros((), jnp.float32),
         )
 
@@ -140,7 +141,7 @@ def heavy_ball(
         running mean of the norms is scaled down to that. The mean takes in the guarded norm, so
         one spike moves it little, while gradients that stay large are let through after a while.
         None: off.
-      accumulator_dtype: of the momentum; that of the parameters by default.
+      accumulator_dtype: of the momentum; by default that of the parameters, but float32 at least.
 
     Returns:
       ``optax.GradientTransformationExtraArgs``. State: the momentum and two scalars, found by

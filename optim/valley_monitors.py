@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from fadex.core.checks import check_int
-from fadex.optim.common import at, check_leaves
+from fadex.optim.common import at, check_leaves, zeros_in_state
 from fadex.optim.curvature import hessian_vector_product, lambda_max
 from fadex.optim.river import check_decay
 
@@ -126,7 +126,8 @@ def oscillation_monitor(decay: Any = 0.9) -> optax.GradientTransformationExtraAr
     def init_fn(params: Any) -> OscillationState:
         check_leaves("params", params)
         return OscillationState(
-            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params),
+            jnp.zeros((), jnp.int32),
+            jax.tree.map(lambda p: zeros_in_state(p, p.dtype), params),
             jnp.zeros((), jnp.float32),
         )
 
@@ -159,16 +160,17 @@ def _hessian_product(loss: Loss, params: Any) -> Callable[[Any], Any]:
 
 
 def _random_like(key: jax.Array, params: Any) -> Any:
+    """A random direction; uniform entries, which are cheaper than normal ones, will do."""
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(key, max(len(leaves), 1))
     return jax.tree.unflatten(treedef, [
-        jax.random.normal(k, p.shape, _work_dtype(p)) for k, p in zip(keys, leaves)
+        jax.random.uniform(k, p.shape, _work_dtype(p), -1.0) for k, p in zip(keys, leaves)
     ])
 
 
 def _unit(tree: Any) -> tuple[Any, jax.Array]:
-    """``tree`` over its norm, and the norm; a zero tree stays zero."""
-    norm = safe_norm(tree)
+    """``tree`` (of order 1) over its norm, and the norm; a zero tree stays zero."""
+    norm = jnp.sqrt(_dot(tree, tree))
     return jax.tree.map(lambda x: x / jnp.where(norm == 0, 1.0, norm).astype(x.dtype), tree), norm
 
 
@@ -258,22 +260,32 @@ def top_hessian(
         return jax.tree.map(lambda x, b: x - jnp.tensordot(coefs.astype(x.dtype), b, 1), w,
                             basis), coefs
 
+    def clean(basis: Any, w: Any, passes: int) -> tuple[Any, jax.Array]:
+        """Unit vector off the rows of ``basis``, and the length that was left."""
+        def once(_, carry):
+            w, length = carry
+            w, norm = _unit(off(basis, w)[0])
+            return w, length * norm
+
+        return jax.lax.fori_loop(0, passes, once, (w, jnp.ones((), dtype)))
+
     def body(j, carry):
         basis, diagonal, side, scale = carry
         w = product(jax.tree.map(lambda b: b[j], basis))
+        # Everything below is of order 1, whatever the units of the loss.
         scale = jnp.maximum(scale, safe_norm(w))
+        w = jax.tree.map(lambda x: x / jnp.where(scale == 0, 1.0, scale).astype(x.dtype), w)
         w, coefs = off(basis, w)
         # The Krylov space is used up (an eigenspace, or a repeated eigenvalue): go on from a
         # fresh direction, uncoupled from the rest.
-        lost = safe_norm(w) <= 32 * jnp.finfo(dtype).eps * scale
+        lost = _dot(w, w) <= (32 * jnp.finfo(dtype).eps) ** 2
         fresh = _random_like(jax.random.fold_in(key, j + 1), params)
         w = jax.tree.map(lambda x, f: jnp.where(lost, f, x), w, fresh)
-        # Once more against rounding; twice, since a fresh direction has not been through yet.
-        w, norm = _unit(off(basis, w)[0])
-        w = _unit(off(basis, w)[0])[0]
+        # Twice: against rounding, and since a fresh direction has not been through `off` yet.
+        w, norm = clean(basis, w, 2)
         basis = jax.tree.map(lambda b, x: b.at[j + 1].set(x, mode="drop"), basis, w)
-        side = side.at[j].set(jnp.where(lost, 0.0, norm))
-        return basis, diagonal.at[j].set(coefs[j]), side, scale
+        side = side.at[j].set(jnp.where(lost, 0.0, norm) * scale)
+        return basis, diagonal.at[j].set(coefs[j] * scale), side, scale
 
     start = _unit(_random_like(key, params))[0]
     basis = jax.tree.map(lambda x: jnp.zeros((m, *x.shape), x.dtype).at[0].set(x), start)

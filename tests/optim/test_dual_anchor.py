@@ -390,6 +390,9 @@ def test_bfloat16_parameters_keep_a_float32_state_and_their_own_dtype():
         assert updates["w"].dtype == jnp.bfloat16
         params, state = optax.apply_updates(params, updates), new
     assert optax.tree.get(state, "dual_anchor")["w"].dtype == jnp.float32
+    plain = dual_anchor(1.0, n)  # float32 gradients, as mixed precision gives them
+    updates, _ = plain.update(jax.tree.map(jnp.float32, params), plain.init(params), params)
+    assert updates["w"].dtype == jnp.bfloat16
     # closed form of the residual, to the rounding of bfloat16
     np.testing.assert_allclose(
         0.1 * params["w"].astype(jnp.float32), (1 - 0.9**n) / n, atol=0.1 * 2 * 2**-8

@@ -120,7 +120,7 @@ def test_guard_scales_spikes_down_to_its_factor_times_the_running_mean(scale):
 
 def test_guard_survives_zeros_and_shows_what_is_not_finite():
     g = jnp.array([[0.0, 0.0], [1.0, 0.0], [jnp.nan, 0.0], [jnp.inf, 0.0], [1.0, 1.0]])
-    updates, states = follow(scale_by_heavy_ball(0.0, guard=2.0), g)
+    updates, states = jax.jit(lambda g: follow(scale_by_heavy_ball(0.0, guard=2.0), g))(g)
     np.testing.assert_array_equal(updates[:2], g[:2])
     assert jnp.isnan(updates[2, 0])
     assert jnp.all(jnp.isfinite(states.guard_norm))
@@ -157,15 +157,15 @@ def test_works_inside_optax():
     np.testing.assert_allclose(optax.tree.get(new, "guard_norm"), np.sqrt(3), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_state_keeps_its_structure_and_updates_their_dtype(dtype):
     params = {"w": jnp.ones((3, 2), dtype), "s": jnp.ones((), dtype)}
     opt = optax.MultiSteps(
-        heavy_ball(optax.constant_schedule(0.1), 0.9, "ema", guard=2.0,
-                   accumulator_dtype=jnp.float32), 2
+        heavy_ball(optax.constant_schedule(0.1), 0.9, "ema", guard=2.0), 2
     )
     state = opt.init(params)
     assert optax.tree.get(state, "momentum")["w"].dtype == jnp.float32
+    assert scale_by_heavy_ball(accumulator_dtype=dtype).init(params).momentum["w"].dtype == dtype
     for _ in range(3):
         updates, new = jax.jit(opt.update)(params, state, params)
         kinds = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype, x.weak_type))

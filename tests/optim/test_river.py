@@ -164,7 +164,7 @@ def test_contraction_is_the_spectral_radius(nesterov):
             for rate, inside in ((low * 0.95, False), (low * 1.05, True),
                                  (high * 0.97, True), (high * 1.03, False)):
                 roots = np.linalg.eigvals(companion(7.0, rate, decay, nesterov))
-                assert np.iscomplexobj(roots) == inside
+                assert np.any(np.imag(roots) != 0) == inside
     if not nesterov:  # at half the edge the roots have modulus sqrt(beta)
         np.testing.assert_allclose(river_limits(3.0, 0.81).contraction, 0.9, rtol=1e-5)
 

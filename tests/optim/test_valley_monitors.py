@@ -65,23 +65,21 @@ def test_top_hessian_equals_the_dense_eigenpairs_of_a_network():
     dense = np.asarray(jax.jit(jax.hessian(lambda z: loss(unravel(z))))(flat), np.float64)
     values, vectors = np.linalg.eigh((dense + dense.T) / 2)
 
-    @jax.jit
-    def measure(p, key):
-        return (top_hessian(loss, p, key, k=5, iters=30), top_hessian(loss, p, key, k=5, iters=7),
-                sharpness(loss, p, key, 60))
-
-    top, rough, sharp = measure(params, keys[4])
-    np.testing.assert_allclose(top.values, values[::-1][:5], rtol=1e-4)
+    # too few products for the last of the five: what is not converged says so
+    top = jax.jit(lambda p, key: top_hessian(loss, p, key, k=5, iters=16))(params, keys[4])
+    np.testing.assert_allclose(top.values[:2], values[::-1][:2], rtol=1e-4)
+    true = np.min(np.abs(np.asarray(top.values)[:, None] - values), axis=1)
+    assert np.all(true <= np.asarray(top.residuals) + 1e-5 * values[-1])
+    assert top.residuals[0] < 1e-4 * values[-1] < 1e-3 * values[-1] < top.residuals[4]
     found = np.stack([jax.flatten_util.ravel_pytree(jax.tree.map(lambda v: v[i], top.vectors))[0]
                       for i in range(5)]).astype(np.float64)
     np.testing.assert_allclose(found @ found.T, np.eye(5), atol=1e-5)
-    np.testing.assert_allclose(abs(np.sum(found.T * vectors[:, ::-1][:, :5], axis=0)),
-                               np.ones(5), atol=1e-3)
-    # sharpness sees the same curvature, and few iterations say that they have not converged
-    np.testing.assert_allclose(sharp, values[np.abs(values).argmax()], rtol=1e-3)
-    true = np.min(np.abs(np.asarray(rough.values)[:, None] - values), axis=1)
-    assert np.all(true <= np.asarray(rough.residuals) + 1e-4 * values[-1])
-    assert rough.residuals.max() > 1e-2 * values[-1]
+    np.testing.assert_allclose(abs(np.sum(found[:2].T * vectors[:, :-3:-1], axis=0)),
+                               np.ones(2), atol=1e-3)
+    # the residual is that of the pair
+    np.testing.assert_allclose(
+        np.linalg.norm(dense @ found[4] - float(top.values[4]) * found[4]), top.residuals[4],
+        rtol=0.05)
 
 
 def test_top_hessian_finds_repeated_eigenvalues():
