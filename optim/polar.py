@@ -42,18 +42,20 @@ def _normalized(g: jax.Array, eps: Any) -> jax.Array:
 
     Dividing by the largest entry first keeps the squares from overflowing or vanishing.
     """
-    # An eighth: compilers turn a division by the peak into a product with its reciprocal,
-    # which for numbers above 8e37 is subnormal and flushed to zero.
-    # (A product, not a division: two divisions in a row are merged into one that overflows.)
-    g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) * 0.125
-    peak = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True)
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    # A constant for derivatives: the result doesn't depend on it.
+    peak = jax.lax.stop_gradient(jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True))
+    # Compilers merge the two divisions below and multiply by reciprocals: near the largest
+    # number the product would overflow, the reciprocal be subnormal. This keeps both inside.
+    shrink = jnp.where(peak > 1, 2.0**-40, 1.0).astype(g.dtype)
+    g, peak = g * shrink, peak * shrink
     peak = jnp.where(peak == 0, jnp.ones_like(peak), peak)
-    g = g / jax.lax.stop_gradient(peak)
+    g = g / peak
     square = jnp.sum(g * g, axis=(-2, -1), keepdims=True)
     # 1 inside the root and infinity after it: a zero matrix and its derivative map to 0.
     norm = jnp.sqrt(jnp.where(square == 0, jnp.ones_like(square), square))
     norm = jnp.where(square == 0, jnp.full_like(norm, jnp.inf), norm)
-    return g / (norm if eps is None else norm + 0.125 * eps / peak)
+    return g / (norm if eps is None else norm + eps * shrink / peak)
 
 
 def _newton_schulz_gram(x: jax.Array, table: Any) -> jax.Array:

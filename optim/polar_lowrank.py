@@ -23,9 +23,11 @@ from fadex.optim.polar import polar_factor
 
 def _scaled(x: jax.Array) -> jax.Array:
     """``x`` in float32 or wider, its largest entry 1, so that Gram matrices don't overflow."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0.125  # see polar._normalized
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     peak = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    return x / jnp.where(peak == 0, jnp.ones_like(peak), peak)
+    shrink = jnp.where(peak > 1, 2.0**-40, 1.0).astype(x.dtype)  # as in polar_factor
+    peak = jnp.where(peak == 0, jnp.ones_like(peak), peak * shrink)
+    return x * shrink / peak
 
 
 def _orthonormal_rows(x: jax.Array, rcond: Any) -> jax.Array:
