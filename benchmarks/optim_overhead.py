@@ -23,6 +23,7 @@ import optax
 
 from fadex.optim import accelegrad_sharp, assign_norms, scion, weight_dimension_numbers
 
+RESULTS = Path(__file__).parent / "results" / "optim_overhead.json"
 WIDTHS = (256, 512, 512, 256)
 STEPS = 5
 
@@ -110,5 +111,4 @@ def run(out: Path | None = None, repeats: int = 21) -> dict:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=21)
-    run(Path(__file__).parent / "results" / "optim_overhead.json",
-        parser.parse_args().repeats)
+    run(RESULTS, parser.parse_args().repeats)
