@@ -26,6 +26,7 @@ the transformer, over learning rate and momentum.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -114,6 +115,8 @@ def _schedule_free(lr: Any, s: Schedule) -> optax.GradientTransformation:
     return contrib.schedule_free(base, times(lr, s), b1=0.9)
 
 
+WIDE = functools.partial(assign_norms, radius=10.0)  # weights must fit into their balls
+
 OPTIMIZERS: dict[str, Entry] = {
     "sgd": Entry(lambda lr, _, s, p: optax.sgd(times(lr, s)), 0.1, "optax.sgd"),
     "momentum": Entry(
@@ -143,12 +146,21 @@ OPTIMIZERS: dict[str, Entry] = {
     "muon_adam": Entry(_muon, 0.02, "optax.contrib.muon; second: Adam's rate", extra=3e-3),
     "scion": Entry(lambda lr, _, s, p: scion(times(lr, s)), 0.03, "scion"),
     "scion_constrained": Entry(
-        lambda lr, _, s, p: scion(times(lr, s), constrained=True),
-        0.03, "scion, constrained, from scion_init", start=scion_init,
+        lambda lr, _, s, p: scion(times(lr, s), norm=WIDE, constrained=True),
+        0.003, "scion, constrained to radius 10, from scion_init",
+        start=lambda key, params: scion_init(key, params, WIDE),
     ),
     "accelegrad": Entry(
-        lambda d, _, s, p: accelegrad(times(d, s)),
-        1.0, "accelegrad, diameter", eval_params=accelegrad_eval_params,
+        lambda d, g, s, p: accelegrad(times(d, s), g),
+        1.0, "accelegrad, diameter; second: lipschitz", extra=1.0,
+        eval_params=accelegrad_eval_params,
+    ),
+    "accelegrad_sharp_l2": Entry(
+        lambda lr, anchor, s, p: accelegrad_sharp(
+            times(lr, s), norm="l2", anchor_learning_rate=times(anchor, s)
+        ),
+        0.03, "accelegrad_sharp, l2 on every array; second: anchor_learning_rate", extra=0.03,
+        eval_params=accelegrad_eval_params,
     ),
     "accelegrad_sharp": Entry(
         lambda lr, anchor, s, p: accelegrad_sharp(
