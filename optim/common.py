@@ -95,8 +95,13 @@ def copy_to_state(tree: Any, dtype: Any = None) -> Any:
 
 
 def zeros_in_state(tree: Any, dtype: Any = None) -> Any:
-    """Zeros in the shape and sharding of ``tree``, in the state's dtype."""
-    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=state_dtype_of(p, dtype)), tree)
+    """Zeros in the shape and sharding of ``tree``, in the state's dtype.
+
+    Under ``jit`` a constant would forget the sharding, so the zeros depend on ``tree`` in form.
+    """
+    return jax.tree.map(
+        lambda p: jnp.where(p == p, 0.0, 0.0).astype(state_dtype_of(p, dtype)), tree
+    )
 
 
 def displacement(new: Any, params: Any, update_dtype: Any = None) -> Any:

@@ -1,5 +1,7 @@
 """Scion against NumPy and against a peer's recorded steps; the constraint; clipping."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from fadex.optim import NormSpec, norm, scale_by_lmo, scion, scion_init
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SPECS = {
     "w": NormSpec("spectral", radius=2.0, method="svd"),
     "h": NormSpec("linf", radius=5.0, scale="fan_in"),
@@ -83,6 +86,38 @@ def test_constrained_weights_never_leave_their_balls(clip):
     sizes = jax.lax.scan(step, (params, opt.init(params)),
                          jax.random.split(jax.random.key(1), 50))[1]
     assert float(sizes.max()) <= 1 + 1e-5 and float(sizes.max()) > 0.5
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_fifty_steps_equal_a_peers(constrained):
+    # Recorded from pytorch-optimizer 4.1.0 (tests/golden/make_scion_golden.py); its layout has
+    # the outputs first.
+    with np.load(GOLDEN / "scion.npz") as file:
+        data = {k: file[k] for k in file.files}
+    specs = {
+        "input": NormSpec("spectral", 2.0, scale="max", method="svd"),
+        "hidden": NormSpec("spectral", 2.0, method="svd"),
+        "conv": NormSpec("spectral_conv", 2.0, method="svd"), "embed": NormSpec("per_input", 2.0),
+        "rows": NormSpec("per_output", 2.0), "head": NormSpec("linf", 2.0, scale="fan_in"),
+        "bias": NormSpec("rms", 2.0),
+    }
+    axes = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
+    ours = lambda a, lead=0: jnp.asarray(a.transpose(
+        *range(lead), *(lead + i for i in axes[a.ndim - lead])))
+    with jax.enable_x64(True):
+        x = {k: ours(data[f"start/{k}"]) for k in specs}
+        grads = {k: ours(data[f"grads/{k}"], 1) for k in specs}
+        opt = scion(0.05, 0.1, specs, constrained=constrained)
+
+        def step(carry, g):
+            x, state = carry
+            updates, state = opt.update(g, state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        (x, _), _ = jax.lax.scan(step, (x, opt.init(x)), grads)
+        name = "constrained" if constrained else "unconstrained"
+        for k in specs:
+            np.testing.assert_allclose(x[k], ours(data[f"{name}/{k}"]), rtol=0, atol=1e-6)
 
 
 def test_initial_weights_lie_on_their_spheres():

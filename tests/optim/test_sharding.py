@@ -52,9 +52,8 @@ for name, opt in optimizers.items():
         for sub in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, dict) and "in" in x):
             if isinstance(sub, dict):
                 mirrors += 1
-                if tree is eager:
-                    kept &= all(jax.tree.leaves(jax.tree.map(
-                        lambda s, want: s.sharding.is_equivalent_to(want, s.ndim), sub, shardings)))
+                kept &= all(jax.tree.leaves(jax.tree.map(
+                    lambda s, want: s.sharding.is_equivalent_to(want, s.ndim), sub, shardings)))
     out, state = jax.jit(run, out_shardings=(shardings, None))(placed, gradients, eager)
     gap = max(jax.tree.leaves(jax.tree.map(
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), out, alone)))
