@@ -113,7 +113,7 @@ def as_numpy(value) -> np.ndarray:
 def measure(shape: tuple[int, int], dtype: str, repeats: int, say) -> list[dict]:
     draw = np.random.default_rng(0).normal(size=shape)
     g = jnp.asarray(draw, dtype)
-    programs = jax_programs(g, with_svd=min(shape) <= 256 and dtype == "float32")
+    programs = jax_programs(g, with_svd=min(shape) <= 64 and dtype == "float32")
     programs.update(torch_programs(g, say))
     results = {name: as_numpy(program()) for name, program in programs.items()}
     times = {name: [] for name in programs}

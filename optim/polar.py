@@ -108,8 +108,6 @@ def _svd_polar(x: jax.Array) -> jax.Array:
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     cut = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
     kept = (s > cut * s[..., :1]).astype(x.dtype)
-    # A NaN matrix has NaN factors; 0 * NaN would be right but a cut of NaN compares False.
-    kept = jnp.where(jnp.isnan(s), s, kept)
     return jnp.matmul(u * kept[..., None, :], vt, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -180,13 +180,12 @@ def test_condition_1000_is_out_of_reach_of_six_steps_but_not_of_eight():
     assert error(polar(g, steps=8), expected) < 2e-2
 
 
-@pytest.mark.parametrize("shape", [(16, 48), (24, 24)])
-def test_gram_equals_plain_even_without_rank(shape):
+def test_gram_equals_plain_even_without_rank():
     # Both are p(g) up to rounding; the oracle is p applied to the singular values in float64.
     # Without restarts, or with a single one, the last spectra diverge in eleven steps.
-    k = min(shape)
+    k = 24
     spectra = [np.geomspace(1, 1e-2, k), np.ones(k), np.geomspace(1, 1e-8, k), np.arange(k) < 4]
-    cases = [spectrum(*shape, values, i) for i, values in enumerate(spectra)]
+    cases = [spectrum(24, 40, values, i) for i, values in enumerate(spectra)]
     g = np.float32([case[0] for case in cases])
     for steps, bound in ((6, 5e-4), (11, 3e-2)):
         plain, gram = polar(g, method="xla", steps=steps), polar(g, method="gram", steps=steps)
@@ -195,7 +194,7 @@ def test_gram_equals_plain_even_without_rank(shape):
             assert error(one, expected) < bound and error(two, expected) < bound
 
 
-@pytest.mark.parametrize("shape", [(24, 40), (20, 10), (16, 16)])
+@pytest.mark.parametrize("shape", [(24, 40), (20, 10)])
 def test_equals_optax(shape):
     # 20 x 10 is the drift of kozistr/pytorch_optimizer#408: scale and transposition.
     optax_tables = {"muon": MUON, "dion": optax.contrib._muon._DION_NS_COEFFS}
@@ -205,7 +204,7 @@ def test_equals_optax(shape):
         orthogonalize = optax.contrib._muon.orthogonalize_via_newton_schulz
         theirs = [orthogonalize(g, jnp.array(table), 5) for table in optax_tables.values()]
         ours = [
-            [polar_factor(g, coefficients=name, method=m) for m in ("xla", "gram", "auto")]
+            [polar_factor(g, coefficients=name, method=m) for m in ("xla", "gram")]
             for name in optax_tables
         ]
         return ours, theirs
@@ -340,7 +339,7 @@ def test_dimension_numbers_move_any_axes(shape, dims, batch, rows, columns):
     expected = expected.reshape([shape[i] for i in order]).transpose(np.argsort(order))
     got = polar(g, dims=dims, coefficients="muon")
     np.testing.assert_allclose(got, expected, atol=1e-5)
-    if not batch:
+    if len(rows) == 3:
         orthogonalize = optax.contrib._muon.orthogonalize_via_newton_schulz
         call = lambda g: orthogonalize(g, jnp.array(MUON), dimension_numbers=dims)
         np.testing.assert_allclose(got, jax.jit(call)(g), atol=1e-5)
@@ -349,25 +348,26 @@ def test_dimension_numbers_move_any_axes(shape, dims, batch, rows, columns):
 def test_gradient_is_that_of_the_polynomial_map():
     g, t = normal(4, 7), normal(4, 7, seed=1)
 
+    @jax.jit
+    def slopes(g, t):
+        f = functools.partial(polar_factor, method="xla", steps=4)
+        return jax.jvp(f, (g,), (t,))[1], (f(g + 1e-6 * t) - f(g - 1e-6 * t)) / 2e-6
+
     @functools.partial(jax.jit, static_argnames="method")
-    def derivatives(g, t, method):
-        f = functools.partial(polar_factor, method=method, steps=4)
-        slope = jax.jvp(f, (g,), (t,))[1]
-        difference = (f(g + 1e-6 * t) - f(g - 1e-6 * t)) / 2e-6
-        return slope, difference, jax.grad(lambda x: jnp.vdot(f(x), t))(g)
+    def gradient(g, t, method):
+        return jax.grad(lambda x: jnp.vdot(polar_factor(x, method=method, steps=4), t))(g)
 
     with jax.enable_x64(True):
         wide = np.float64(g), np.float64(t)
-        slope, difference, gradient = derivatives(*wide, method="xla")
+        slope, difference = slopes(*wide)
         np.testing.assert_allclose(slope, difference, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(np.vdot(gradient, wide[1]), np.vdot(slope, wide[1]))
-        _, _, gram = derivatives(*wide, method="gram")
-        np.testing.assert_allclose(gram, gradient, rtol=1e-8, atol=1e-10)
+        plain = gradient(*wide, method="xla")
+        np.testing.assert_allclose(np.vdot(plain, wide[1]), np.vdot(slope, wide[1]))
+        gram = gradient(*wide, method="gram")
+        np.testing.assert_allclose(gram, plain, rtol=1e-8, atol=1e-10)
     # In float32 "pallas" is the form with a derivative rule of its own.
-    _, _, kernel = derivatives(g, t, method="pallas")
-    np.testing.assert_allclose(kernel, gradient, rtol=1e-3, atol=1e-5)
-    _, _, zero = derivatives(np.zeros_like(g), t, method="pallas")
-    assert not zero.any()
+    np.testing.assert_allclose(gradient(g, t, method="pallas"), plain, rtol=1e-3, atol=1e-5)
+    assert not np.asarray(gradient(np.zeros_like(g), t, method="pallas")).any()
 
 
 def test_coefficients_may_be_traced():
@@ -385,7 +385,8 @@ def test_coefficients_may_be_traced():
 @pytest.mark.parametrize("shape", [(4, 20, 33), (30, 20, 33)])
 def test_lowrank_equals_the_svd_of_the_product(shape):
     r, m, n = shape
-    weights = np.geomspace(1, 0.1, r, dtype=np.float32)[:, None]
+    # At condition 300 one pass over a Gram matrix would leave an error near 1e-2.
+    weights = np.geomspace(1, 1 / 300 if r < 20 else 0.1, r, dtype=np.float32)[:, None]
     x, delta = normal(2, r, m) * weights, normal(2, r, n, seed=1)
     low = jax.jit(functools.partial(polar_lowrank, steps=8))
     got = np.asarray(low(x * np.float32(1e-25), delta * np.float32(1e20)))
@@ -413,8 +414,8 @@ def test_sketch_of_enough_columns_is_the_polar_factor():
     for seed in range(8):
         assert error(sketch(np.float32(g), jax.random.key(seed)), expected) < 1e-4
     wide = normal(8, 30)
-    full = jax.jit(lambda g: polar_range_sketch(g, jax.random.key(0), 8))(wide)
-    np.testing.assert_allclose(full, polar(wide), atol=1e-5)
+    full = jax.jit(lambda g: polar_range_sketch(g, jax.random.key(0), 8, steps=1))(wide)
+    np.testing.assert_allclose(full, polar(wide, steps=1), atol=1e-5)
 
 
 # Errors
