@@ -90,10 +90,10 @@ def test_curvature_of_rows_in_a_tree_equals_dense_linear_algebra(K):
 def network():
     """A small network with three outputs: ``apply(params, x)``, params, inputs ``[6, 4]``."""
     rng = np.random.default_rng(3)
-    params = {"u": jnp.asarray(rng.standard_normal((5, 4)), jnp.float32),
-              "v": jnp.asarray(rng.standard_normal((3, 5)), jnp.float32)}
-    inputs = jnp.asarray(rng.standard_normal((6, 4)), jnp.float32)
-    return (lambda p, x: p["v"] @ jnp.tanh(p["u"] @ x)), params, inputs
+    params = {"u": rng.standard_normal((3, 4)).astype(np.float32),
+              "v": rng.standard_normal(3).astype(np.float32)}
+    inputs = rng.standard_normal((6, 4)).astype(np.float32)
+    return (lambda p, x: jnp.tanh(p["u"] @ x + p["v"]) * 2), params, inputs
 
 
 @pytest.mark.parametrize("loss", ["squared", "cross_entropy"])
@@ -118,7 +118,7 @@ def test_gauss_newton_rows_give_the_gauss_newton_matrix(network, loss):
     else:
         weight = np.einsum("ik,kl->ikl", p, np.eye(3)) - np.einsum("ik,il->ikl", p, p)
     expected = np.einsum("ika,ikl,ilb->iab", jacobian, weight, jacobian)
-    assert rows["u"].shape == (6, 3, 5, 4)
+    assert rows["u"].shape == (6, 3, 3, 4)
     dense = flat(rows)
     np.testing.assert_allclose(np.einsum("ika,ikb->iab", dense, dense), expected, atol=2e-5)
 
@@ -176,18 +176,17 @@ def test_power_iteration_and_traces_of_a_known_hessian():
             lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) ** 2 / 4, params)
         return (
             ravel_pytree(product(ravel_pytree(params)[1](v)))[0],
-            jax.vmap(lambda k: lambda_max(product, params, k))(keys),
-            jax.vmap(lambda k: hutchinson_trace(product, params, k, num_samples=32))(keys),
+            lambda_max(product, params, keys[0]),
+            hutchinson_trace(product, params, keys[1], num_samples=512),
         )
 
-    with jax.enable_x64(True):
-        keys = jax.random.split(jax.random.key(0), 16)
-        times_v, largest, traces = map(np.asarray, everything(like, v, keys))
-        np.testing.assert_allclose(times_v, hessian @ v, rtol=1e-10)
-        np.testing.assert_allclose(largest, 3 * x @ x, rtol=1e-6)
-    # Rademacher signs: variance 2 (|H|_F^2 - sum of squared diagonal entries), 16 x 32 samples.
+    like = jax.tree.map(np.float32, like)
+    times_v, largest, trace = everything(like, np.float32(v), jax.random.split(jax.random.key(0)))
+    np.testing.assert_allclose(times_v, hessian @ v, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(largest, 3 * x @ x, rtol=1e-5)
+    # Rademacher signs: variance 2 (|H|_F^2 - sum of squared diagonal entries), 512 samples.
     deviation = np.sqrt(2 * ((hessian**2).sum() - (np.diag(hessian) ** 2).sum()) / 512)
-    assert 0 < abs(traces.mean() - np.trace(hessian)) < 5 * deviation
+    assert 0 < abs(trace - np.trace(hessian)) < 5 * deviation
     diagonal = jnp.arange(4.0)
     np.testing.assert_allclose(
         hutchinson_trace(lambda v: diagonal * v, diagonal, jax.random.key(0)), 6.0)
