@@ -111,8 +111,9 @@ def test_the_wheel_holds_every_module_and_every_asset_under_one_name(built):
         about = Parser().parsestr(wheel.read(metadata).decode())
     expected = {"fadex/py.typed", *assets_in(ROOT)}
     for name in PACKAGES:
-        top = Path(FOLDERS.get(name) or FOLDERS[name.split(".")[0]])
-        folder = top if name in FOLDERS else top.joinpath(*name.split(".")[1:])
+        parts = name.split(".")
+        deepest = next(i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in FOLDERS)
+        folder = Path(FOLDERS[".".join(parts[:deepest])], *parts[deepest:])
         expected |= {f"{name.replace('.', '/')}/{p.name}" for p in (ROOT / folder).glob("*.py")}
     info = metadata.split("/")[0]
     assert {n for n in names if not n.startswith(info)} == expected
