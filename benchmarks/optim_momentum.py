@@ -9,10 +9,13 @@
   the rule makes unstable, for several c and s, with R^2 and with the trace;
 * ``kaczmarz``: steps of randomized Kaczmarz to an error of 1e-3 on 2000 x 30 rows, 8 seeds;
 * ``digits``: cross-entropy of a 64-64-10 network on the 1442 training digits after 20 epochs.
-  Learning rate and momentum (at least 1/2: the momentum regime) are tuned at batch 16 on 2 seeds.
-  On 6 fresh ones, with equal examples, ``1 - beta`` scaled like 1/B is set against the best
-  momentum of a grid at each batch size, and plain SGD at its own best learning rate beside it;
-  paired ratios with the standard error of their mean;
+  The learning rate is 1/lmax, measured at the start, for all. ``law``: no momentum at batch 16, and
+  1 - beta like 1/B from there: its loss over that at batch 16, after as many examples. ``scaled``:
+  momentum tuned on a grid at batch 16 on 2 seeds, 1 - beta like 1/B with a floor of 0.05, over the
+  best momentum of the grid at each batch size; ``floor_0.01``: with a floor whose memory is as long
+  as the run at batch 256. ``plain``: no momentum, with a learning rate tuned at each batch size,
+  over ``scaled``. Geometric means of ratios paired over 6 fresh seeds, with the standard error of
+  their logarithm;
 * ``estimated``: the same runs with learning rate and momentum from constants measured at the
   start (no tuning at all).
 
@@ -152,8 +155,8 @@ def kaczmarz_steps() -> dict:
 EPOCHS, BASE = 20, 16
 DIGIT_BATCHES = (16, 32, 64, 128, 256)
 DECAYS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
-RATES = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
-TUNING, FRESH = (0, 1), (10, 11, 12, 13, 14, 15)
+PLAIN_RATES = (0.15, 0.3, 0.6, 0.9, 1.2, 1.8)
+TUNING, FRESH = (0, 1), (20, 21, 22, 23, 24, 25)
 
 
 @functools.cache
@@ -212,53 +215,60 @@ def train(rates, decays, seeds, batch_size):
 
 
 def paired(losses, best):
-    """Mean and standard error of the ratio to ``best``, seed by seed."""
-    ratio = np.asarray(losses) / np.asarray(best)
-    return [float(ratio.mean()), float(ratio.std(ddof=1) / np.sqrt(len(ratio)))]
+    """Geometric mean of the ratio to ``best`` seed by seed, and the standard error of its log."""
+    ratio = np.log(np.asarray(losses) / np.asarray(best))
+    return [float(np.exp(ratio.mean())), float(ratio.std(ddof=1) / np.sqrt(len(ratio)))]
+
+
+def geometric(losses):
+    return np.exp(np.mean(np.log(np.asarray(losses)), -1))
+
+
+@jax.jit
+def constants(seeds):
+    """Curvature of each seed's network at its start, with R^2 the safe and the Gaussian way."""
+    x = jnp.asarray(digits()[0])
+
+    def one(seed):
+        params = fresh_params(jax.random.fold_in(jax.random.key(seed), 0))
+        rows = gauss_newton_rows(logits, params, x[::9], loss="cross_entropy")
+        return curvature_from_rows(rows), curvature_from_rows(rows, method="gaussian")
+
+    return jax.vmap(one)(jnp.asarray(seeds))
 
 
 def digits_part() -> dict:
-    grid = np.array([(r, d) for r in RATES for d in DECAYS])
-    tuned = np.asarray(train(grid[:, 0], grid[:, 1], TUNING, BASE)).mean(1)
-    rate, decay = grid[tuned.argmin()]
-    # Plain SGD keeps a learning rate of its own at every batch size.
-    found = {"tuned_at": BASE, "learning_rate": float(rate), "decay": float(decay), "rows": []}
-    # The best learning rate with momentum 1/2 at least: the momentum regime.
-    inside = grid[:, 1] >= 0.5
-    m_rate, m_decay = grid[inside][tuned[inside].argmin()]
-    found["momentum_regime"] = {"learning_rate": float(m_rate), "decay": float(m_decay),
-                                "loss_over_best": float(tuned[inside].min() / tuned.min())}
+    rate = 1 / float(constants(TUNING)[0].lmax.mean())
+    tuned = geometric(train(np.full(len(DECAYS), rate), DECAYS, TUNING, BASE))
+    decay = DECAYS[tuned.argmin()]
+    found = {"learning_rate": rate, "tuned_decay": decay, "rows": []}
     for b in DIGIT_BATCHES:
-        scaled = float(scale_momentum(float(m_decay), BASE, b, min_decay=0.01))
-        decays = np.array([*DECAYS, scaled])
-        losses = np.asarray(train(np.full(len(decays), m_rate), decays, FRESH, b))
-        best = losses[:-1].mean(1).argmin()
-        plain_grid = np.array(RATES) * 2
-        plain = np.asarray(train(plain_grid, np.zeros(len(RATES)), TUNING, b)).mean(1)
-        plain_rate = plain_grid[plain.argmin()]
-        plain = np.asarray(train(np.array([plain_rate]), np.zeros(1), FRESH, b))[0]
+        chosen = [float(scale_momentum(start, BASE, b, min_decay=floor))
+                  for start, floor in ((0.0, 0.01), (decay, 0.05), (decay, 0.01))]
+        decays = np.array([*DECAYS, *chosen])
+        losses = np.asarray(train(np.full(len(decays), rate), decays, FRESH, b))
+        grid, (law, scaled, low) = losses[:-3], losses[-3:]
+        best = geometric(grid).argmin()
+        if b == BASE:
+            reference = law
+        zeros = np.zeros(len(PLAIN_RATES))
+        plain_rate = PLAIN_RATES[geometric(train(PLAIN_RATES, zeros, TUNING, b)).argmin()]
+        plain = np.asarray(train([plain_rate], [0.0], FRESH, b))[0]
         found["rows"].append({
-            "batch": b, "decay": scaled, "loss": float(losses[-1].mean()),
-            "best_decay": DECAYS[best], "best_loss": float(losses[best].mean()),
-            "ratio_to_best": paired(losses[-1], losses[best]),
-            "fixed_decay_over_best": paired(losses[list(DECAYS).index(m_decay)], losses[best]),
-            "plain_rate": float(plain_rate), "plain_loss": float(plain.mean()),
-            "plain_over_scaled": paired(plain, losses[-1]),
+            "batch": b, "law_decay": chosen[0], "law_loss": float(geometric(law)),
+            "law_over_base": paired(law, reference),
+            "no_momentum_over_base": paired(grid[0], reference),
+            "scaled_decay": chosen[1], "scaled_loss": float(geometric(scaled)),
+            "best_decay": DECAYS[best], "scaled_over_best": paired(scaled, grid[best]),
+            "floor_0.01_over_best": paired(low, grid[best]),
+            "fixed_decay_over_best": paired(grid[DECAYS.index(decay)], grid[best]),
+            "plain_rate": float(plain_rate), "plain_over_scaled": paired(plain, scaled),
         })
     return found
 
 
 def estimated() -> dict:
-    x, _ = digits()
-
-    @jax.jit
-    @jax.vmap
-    def constants(seed):
-        params = fresh_params(jax.random.fold_in(jax.random.key(seed), 0))
-        rows = gauss_newton_rows(logits, params, x[::9], loss="cross_entropy")
-        return curvature_from_rows(rows), curvature_from_rows(rows, method="gaussian")
-
-    safe, typical = constants(jnp.array(FRESH))
+    safe, typical = constants(FRESH)
     found = {"lmax": float(safe.lmax.mean()), "trace": float(safe.trace.mean()),
              "R2_max": float(safe.row_norm_bound.mean()),
              "R2_gaussian": float(typical.row_norm_bound.mean()), "rows": []}
@@ -269,7 +279,7 @@ def estimated() -> dict:
                 constant.row_norm_bound, constant.lmax)
             losses = train(rule.learning_rate[None], rule.decay[None], FRESH, b)[0]
             row[name] = {"learning_rate": float(rule.learning_rate.mean()),
-                         "decay": float(rule.decay.mean()), "loss": float(losses.mean())}
+                         "decay": float(rule.decay.mean()), "loss": float(geometric(losses))}
         found["rows"].append(row)
     return found
 

@@ -157,6 +157,11 @@ def scale_momentum(
     with the same learning rate. Below the batch size ``B_0 (1 - beta_0)`` no momentum is left, and
     the learning rate has to fall in proportion to ``B``.
 
+    The loss after equal numbers of examples then stays the same (``benchmarks/optim_momentum.py``:
+    a digits network, batch 16 to 128), as long as the memory ``1/(1 - beta)`` is a small part of
+    the run: as batches grow, the run gets shorter and the memory longer, so choose ``min_decay`` at
+    several times ``1/num_steps``. Do not carry over a momentum from the edge of stability.
+
     Args:
       decay: ``beta_0`` in [0, 1), tuned together with the learning rate at ``batch_size``.
       batch_size, new_batch_size: ``B_0`` and ``B``, >= 1, in rows (examples).
