@@ -4,7 +4,8 @@ AcceleGrad#, AcceleGrad and Scion on norms of layers; momentum for interpolation
 river valleys; dual-anchor.
 """
 
-from fadex.optim.accelegrad import AcceleGradState, accelegrad, accelegrad_eval_params
+from fadex.optim.accelegrad import AcceleGradState, accelegrad
+from fadex.optim.accelegrad_eval import accelegrad_eval_params
 from fadex.optim.accelegrad_sharp import AcceleGradSharpState, accelegrad_sharp
 from fadex.optim.coordinate_descent import coordinate_descent
 from fadex.optim.curvature import (

@@ -26,6 +26,8 @@ import optax
 from fadex.optim.common import (
     ScalarOrSchedule,
     at,
+    check_dtype,
+    check_function,
     check_hyperparameter,
     check_leaves,
     copy_to_state,
@@ -34,8 +36,9 @@ from fadex.optim.common import (
     scalar_dtype,
 )
 from fadex.optim.linear_coupling import resolve_coupling, resolve_weights
+from fadex.optim.valley_monitors import safe_norm
 
-__all__ = ["AcceleGradState", "accelegrad", "accelegrad_eval_params"]
+__all__ = ["AcceleGradState", "accelegrad"]
 
 
 class AcceleGradState(NamedTuple):
@@ -44,7 +47,7 @@ class AcceleGradState(NamedTuple):
     count: jax.Array  # int32, ()
     z: Any  # the anchor (mirror) iterate
     y: Any  # the gradient iterate
-    accumulator: jax.Array  # Σ α² ‖g‖², ()
+    accumulator: jax.Array  # √(Σ α² ‖g‖²), (): the root neither over- nor underflows
     average: Any  # ȳ, or () when it is not kept
     weight_sum: jax.Array  # Σ α, ()
 
@@ -64,7 +67,7 @@ def accelegrad(
 
     It keeps its own iterates and emits the step between two gradient points, so it must be the
     last of a chain: before it only transforms of the gradient (clipping), never a learning rate
-    after it. Judge the model at :func:`accelegrad_eval_params`.
+    after it. Judge the model at :func:`fadex.optim.accelegrad_eval_params`.
 
     Args:
       diameter: D > 0, the distance to cover; a schedule decays the step sizes with it.
@@ -84,6 +87,7 @@ def accelegrad(
         without ``params``.
 
     >>> import jax, jax.numpy as jnp, optax
+    >>> from fadex.optim import accelegrad_eval_params
     >>> opt = accelegrad(diameter=1.0)
     >>> x = jnp.array([1.0, -1.0])
     >>> state = opt.init(x)
@@ -97,8 +101,14 @@ def accelegrad(
     check_hyperparameter("lipschitz", lipschitz, minimum=0.0)
     if resync not in ("auto", "params", "state"):
         raise ValueError(f"resync: expected 'auto', 'params' or 'state', got {resync!r}")
+    if weight_schedule == "constant":
+        raise ValueError("weight_schedule: 'constant' would couple with τ = 1 and ignore y; "
+                         "accelegrad_sharp(norm='l2') takes a coupling of its own")
+    check_function("projection", projection)
+    check_dtype("state_dtype", state_dtype)
+    check_dtype("update_dtype", update_dtype)
     alpha = resolve_weights(weight_schedule)
-    tau = resolve_coupling(None, alpha)
+    tau = resolve_coupling(None, weight_schedule)
 
     def init(params):
         check_leaves("params", params)
@@ -120,13 +130,12 @@ def accelegrad(
         a = jnp.asarray(alpha(t), dtype)
         x = gradient_point(resync, params, state.z, state.y, tau(t))
         g = jax.tree.map(lambda g, z: g.astype(z.dtype), updates, state.z)
-        squares = sum((jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(g)), jnp.zeros((), dtype))
-        total = state.accumulator + a * a * squares.astype(dtype)
+        total = jnp.hypot(state.accumulator, a * safe_norm(g).astype(dtype))
         eta = adaptive_step(at(diameter, t), at(lipschitz, t), total)
         z = jax.tree.map(lambda z, g: z - (a * eta).astype(z.dtype) * g, state.z, g)
         if projection is not None:
             z = projection(z)
-        y = jax.tree.map(lambda x, g: x - eta.astype(x.dtype) * g, x, g)
+        y = keep_buffers(jax.tree.map(lambda x, g: x - eta.astype(x.dtype) * g, x, g), state.y)
         weight_sum = state.weight_sum + a
         mean = running_mean(state.average, y, a / weight_sum) if average else ()
         new = combine(z, y, tau(t + 1))
@@ -137,10 +146,22 @@ def accelegrad(
 
 
 def adaptive_step(diameter: Any, lipschitz: Any, total: jax.Array) -> jax.Array:
-    """η = 2D/√(G² + S), and 0 while no gradient has been seen, in the dtype of S."""
-    root = jnp.sqrt(jnp.square(jnp.asarray(lipschitz, total.dtype)) + total)
+    """η = 2D/√(G² + S) from √S, and 0 while no gradient has been seen, in the dtype of √S."""
+    root = jnp.hypot(jnp.asarray(lipschitz, total.dtype), total)
     eta = 2 * jnp.asarray(diameter, total.dtype) / jnp.where(root == 0, 1.0, root)
     return jnp.where(root == 0, 0.0, eta)
+
+
+def keep_buffers(new: Any, old: Any) -> Any:
+    """``new``, made to depend on ``old`` in form, so that a donated ``old`` becomes its buffer.
+
+    Nothing reads the old y of float32 parameters. ``jit`` would drop it, and since donated
+    buffers are matched in order, every iterate after it would move to another's buffer and be
+    copied: twice the time of a step.
+    """
+    if not jax.tree.leaves(new):
+        return new
+    return jax.lax.optimization_barrier((new, old))[0]
 
 
 def combine(z: Any, y: Any, tau: jax.Array) -> Any:
@@ -165,53 +186,3 @@ def gradient_point(resync: str, params: Any, z: Any, y: Any, tau: jax.Array) -> 
 def running_mean(mean: Any, new: Any, weight: jax.Array) -> Any:
     """mean + weight (new - mean): a weighted average that loses no mass in float32."""
     return jax.tree.map(lambda m, x: m + weight.astype(m.dtype) * (x - m), mean, new)
-
-
-def accelegrad_eval_params(
-    state: Any, params: Any, which: str = "y", *, coupling: float | None = None
-) -> Any:
-    """The parameters to judge a model at, from the state of AcceleGrad or AcceleGrad#.
-
-    Works through ``optax.chain``, ``optax.masked``, ``optax.inject_hyperparams`` and
-    ``optax.MultiSteps``: the iterate is looked up by its name; masked leaves keep ``params``.
-
-    Args:
-      state: an optimizer state that holds exactly one AcceleGrad(#) state.
-      params: the current parameters, for their dtypes and masked leaves.
-      which: ``"y"``, the geometry iterate (default); ``"average"``, ȳ, where it is kept; ``"x"``,
-        the gradient point, which is ``params``.
-      coupling: τ, for a state without y (``recompute_y=True``): y = (x - τz)/(1 - τ).
-
-    Raises:
-      ValueError: an iterate that this state does not hold, or holds more than once.
-    """
-    if which == "x":
-        return params
-    if which not in ("y", "average"):
-        raise ValueError(f"which: expected 'y', 'average' or 'x', got {which!r}")
-    found = [value for _, value in optax.tree.get_all_with_path(state, which)]
-    if len(found) != 1:
-        raise ValueError(
-            f"state: expected one AcceleGrad state, found {len(found)} iterates called {which!r}"
-        )
-    iterate = found[0]
-    if isinstance(iterate, tuple) and iterate == ():
-        if which == "average":
-            raise ValueError("which: this state keeps no average; pass average=True to the "
-                             "optimizer")
-        if coupling is None:
-            raise ValueError("coupling: this state keeps no y (recompute_y=True); give its "
-                             "coupling so that y can be recomputed")
-        (z,) = [value for _, value in optax.tree.get_all_with_path(state, "z")]
-        iterate = _map_unmasked(lambda z, x: (x - coupling * z) / (1 - coupling), z, params)
-    return _map_unmasked(lambda y, p: y, iterate, params)
-
-
-def _map_unmasked(fn: Callable[..., jax.Array], iterate: Any, params: Any) -> Any:
-    """fn(iterate, params) in the dtypes of ``params``; where it is masked, ``params``."""
-    masked = lambda x: isinstance(x, optax.MaskedNode)
-
-    def one(value: Any, part: Any) -> Any:
-        return part if masked(value) else fn(value, part).astype(part.dtype)
-
-    return jax.tree.map(one, iterate, params, is_leaf=masked)

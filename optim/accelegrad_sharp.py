@@ -42,15 +42,24 @@ import jax.numpy as jnp
 import optax
 
 from fadex.core.checks import check_choice
-from fadex.optim.accelegrad import adaptive_step, combine, gradient_point, running_mean
+from fadex.optim.accelegrad import (
+    adaptive_step,
+    combine,
+    gradient_point,
+    keep_buffers,
+    running_mean,
+)
 from fadex.optim.common import (
     ScalarOrSchedule,
     at,
+    check_dtype,
+    check_function,
     check_hyperparameter,
     check_leaves,
     copy_to_state,
     displacement,
     need_params,
+    resolve_mask,
     scalar_dtype,
     zeros_in_state,
 )
@@ -60,6 +69,7 @@ from fadex.optim.norm_rules import assign_norms
 from fadex.optim.norms import norm_upper_bound
 from fadex.optim.product_norms import (
     broadcast_specs,
+    clip_shares,
     reduce_duals,
     sharp_of,
     spread,
@@ -79,7 +89,7 @@ class AcceleGradSharpState(NamedTuple):
     count: jax.Array  # int32, ()
     z: Any  # the anchor iterate
     y: Any  # the geometry iterate, or () with recompute_y
-    accumulator: Any  # S, (), or v, a tree, for the diagonal anchor
+    accumulator: Any  # √S, (), or v, a tree, for the diagonal anchor
     average: Any  # ȳ, or () when it is not kept
     weight_sum: jax.Array  # Σ α, ()
     start: Any  # x_0, or () where neither radius nor dual averaging needs it
@@ -94,7 +104,7 @@ def accelegrad_sharp(
     anchor: str | None = None,
     norm: Any = None,
     anchor_learning_rate: ScalarOrSchedule = 0.03,
-    clip: ScalarOrSchedule = 3.0,
+    clip: ScalarOrSchedule | None = 3.0,
     clip_scope: str = "layer",
     product: str | None = None,
     weight_schedule: str | Callable[[jax.Array], jax.Array] = "levy",
@@ -128,7 +138,11 @@ def accelegrad_sharp(
     It keeps its own iterates and emits the step between two gradient points: it must be the last
     of a chain. Before it only transforms of the gradient, never a learning rate after it. Under
     ``optax.masked`` and ``optax.partition`` scalars such as S are per group. Judge the model at
-    :func:`accelegrad_eval_params`.
+    :func:`accelegrad_eval_params`. ``optax.inject_hyperparams`` takes every function for a
+    schedule: name ``norm``, ``mask``, ``projection`` and dtypes in its ``static_args``.
+
+    The scalar anchor works at any scale of the gradients; v holds squares, so α|g| should lie
+    between 1e-19 and 1e19 in float32.
 
     Memory: z, y and v in float32 are 12 bytes per parameter (8 with a scalar anchor; Adam 8,
     Muon 4). ``recompute_y=True`` drops y, ``accumulator_dtype=jnp.bfloat16`` halves v, ``average``
@@ -142,14 +156,16 @@ def accelegrad_sharp(
       anchor: ``"scalar"``, ``"diagonal"``, or ``"dual_averaging"``, the scalar one in the form
         z = x_0 - η Σ α_i g_i.
       norm: a ``NormSpec``, a name, a tree of them, or a function of the parameters that returns
-        one, such as ``functools.partial(assign_norms, radius=2.0)``; for
-        ``optax.inject_hyperparams`` name a function in ``static_args``, or it passes for a
-        schedule. Default: ``"l2"``, for the LMO geometries :func:`assign_norms`.
+        one, such as ``functools.partial(assign_norms, radius=2.0)``. Default: ``"l2"``, for the
+        LMO geometries :func:`assign_norms`.
       anchor_learning_rate: η_z of the diagonal anchor.
-      clip: s > 0 of the clipped LMO: the step is shorter than γρ where s‖g_l‖_* < 1.
+      clip: s > 0 of the clipped LMO: the step is shorter than γρ where s‖g_l‖_* < 1. ``None``
+        never clips.
       clip_scope: ``"layer"`` clips by each layer's dual norm, ``"global"`` by Σ ρ_l ‖g_l‖_*.
-      product: of the layers' norms, ``"l2"`` (default) or ``"max"``, for sharp and S.
-      weight_schedule: α: ``"levy"``, ``"linear"`` (t + 2)/2, ``"constant"``, or a function.
+      product: of the layers' norms, for the sharp step and for S: ``"l2"``, or ``"max"``, the
+        default of the LMO geometries.
+      weight_schedule: α: ``"levy"``, ``"linear"`` (t + 2)/2, ``"constant"``, or a function
+        t -> α_t >= 1.
       coupling: τ in (0, 1], a number or schedule; default 1/α.
       lipschitz: G >= 0, added under the root of the scalar anchor.
       lagged: take η from S before this gradient entered (after the first step).
@@ -161,8 +177,10 @@ def accelegrad_sharp(
       mirror: φ of the mirror geometry.
       weight_decay: λ: y starts from (1 - γλ) x (the decoupled form of AdamW).
       mask: a tree of booleans or a function of the parameters: where to decay weights.
-      constrained: the Frank-Wolfe form y <- (1 - γ) x + γ ρ lmo(g), with z pulled back radially
-        into the balls: ‖y_l‖ <= ρ_l and ‖x_l‖ <= ρ_l stay true once they are, for γ <= 1.
+      constrained: the Frank-Wolfe form y <- x + γ c (ρ lmo(g) - x), c = min(1, s‖g‖_*) or 1, with
+        z pulled back radially into the balls: ‖y_l‖ <= ρ_l and ‖x_l‖ <= ρ_l stay true once they
+        are, for γ <= 1. The pull needs ‖z_l‖: matrix products for the spectral norms, a singular
+        value decomposition at every step for ``nuclear`` and ``schatten``.
       eps: ε of the diagonal anchor.
       average: keep ȳ.
       recompute_y: keep no y; y = (x - τz)/(1 - τ). For a constant coupling below 0.5 and
@@ -214,14 +232,14 @@ def accelegrad_sharp(
         ("learning_rate", 1.0 if learning_rate is None else learning_rate, 0.0, False),
         ("diameter", diameter, 0.0, True),
         ("anchor_learning_rate", anchor_learning_rate, 0.0, False),
-        ("clip", clip, 0.0, True),
+        ("clip", 1.0 if clip is None else clip, 0.0, True),
         ("lipschitz", lipschitz, 0.0, False),
         ("weight_decay", weight_decay, 0.0, False),
     ):
         check_hyperparameter(name, value, minimum=low, exclusive=open_)
     check_hyperparameter("eps", eps, minimum=0.0, schedule=False)
     check_choice("clip_scope", clip_scope, ("layer", "global"))
-    product = check_choice("product", product or "l2", ("max", "l2"))
+    product = check_choice("product", product or ("max" if lmo_step else "l2"), ("max", "l2"))
     check_choice("resync", resync, ("auto", "params", "state"))
     if (mirror is None) == (geometry == "mirror"):
         raise ValueError("mirror: a MirrorMap belongs to geometry='mirror' and only there, "
@@ -251,6 +269,10 @@ def accelegrad_sharp(
                 "recompute_y: y = (x - τz)/(1 - τ) needs a constant coupling in (0, 0.5), "
                 f"got coupling={coupling!r}"
             )
+    check_function("projection", projection)
+    for name, value in (("state_dtype", state_dtype), ("update_dtype", update_dtype),
+                        ("accumulator_dtype", accumulator_dtype)):
+        check_dtype(name, value)
     if norm is None:
         norm = assign_norms if lmo_step else "l2"
     alpha = resolve_weights(weight_schedule)
@@ -322,13 +344,14 @@ def accelegrad_sharp(
             )
             rate = jnp.asarray(at(anchor_learning_rate, t), dtype) * a
             z = jax.tree.map(
-                lambda z, g, v: z - rate.astype(z.dtype) * g / (jnp.sqrt(v.astype(z.dtype)) + eps),
+                lambda z, g, v: z - rate.astype(z.dtype) * g
+                / (jnp.sqrt(v.astype(z.dtype)) + jnp.asarray(eps, z.dtype)),
                 state.z, g, total,
             )
             eta = None
         else:
             size = reduce_duals(duals, specs, product).astype(dtype)
-            total = state.accumulator + jnp.square(a * size)
+            total = jnp.hypot(state.accumulator, a * size)
             past = jnp.where(state.accumulator == 0, total, state.accumulator) if lagged else total
             eta = adaptive_step(at(diameter, t), at(lipschitz, t), past)
             if anchor_mirror is not None:
@@ -361,16 +384,21 @@ def accelegrad_sharp(
             y = jax.tree.map(lambda x, d: x - gamma.astype(x.dtype) * d.astype(x.dtype),
                              kept, sharps)
         else:
-            shares = _shares(geometry, at(clip, t), clip_scope, duals, specs)
-            if constrained:
-                kept = jax.tree.map(lambda x: (1 - gamma).astype(x.dtype) * x, kept)
+            clip_now = None if geometry == "lmo" or clip is None else at(clip, t)
+            shares = clip_shares(clip_now, clip_scope, duals, specs)
+            # Where the step is clipped the pull towards 0 is, too: a point where the gradient
+            # vanishes stays.
+            target = lambda x, d, s: s.radius * d.astype(x.dtype) + (x if constrained else 0)
             y = jax.tree.map(
-                lambda x, d, share, s: x
-                - spread((gamma * s.radius * share).astype(x.dtype), x, s) * d.astype(x.dtype),
-                kept, directions, shares, specs,
+                lambda kept, x, d, share, s: kept
+                - spread((gamma * share).astype(x.dtype), x, s) * target(x, d, s),
+                kept, x, directions, shares, specs,
             )
             if constrained:
                 z = _pull(z, specs)
+
+        if not recompute_y:
+            y = keep_buffers(y, state.y)
 
         # The coupling.
         weight_sum = state.weight_sum + a
@@ -415,24 +443,13 @@ def _into_ball(z: Any, center: Any, radius: float) -> Any:
 
 
 def _decay(x: Any, amount: jax.Array, mask: Any, params: Any) -> Any:
-    chosen = mask(params) if callable(mask) else mask
+    chosen = resolve_mask(mask, params)
     shrink = lambda x: (1 - amount).astype(x.dtype) * x
     if chosen is None:
         return jax.tree.map(shrink, x)
     return jax.tree.map(
         lambda keep, part: jax.tree.map(shrink, part) if keep else part, chosen, x
     )
-
-
-def _shares(geometry: str, clip: Any, scope: str, duals: Any, specs: Any) -> Any:
-    """min(1, s‖g‖_*) for each layer; 1 for the open-loop LMO."""
-    if geometry == "lmo":
-        return jax.tree.map(jnp.ones_like, duals)
-    if scope == "global":
-        total = reduce_duals(duals, specs, "max")
-        return jax.tree.map(lambda d: jnp.broadcast_to(jnp.minimum(1.0, clip * total), d.shape),
-                            duals)
-    return jax.tree.map(lambda d: jnp.minimum(1.0, clip * d), duals)
 
 
 def _pull(z: Any, specs: Any) -> Any:

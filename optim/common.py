@@ -19,6 +19,9 @@ from fadex.core.checks import check_real
 Schedule = Callable[[jax.Array], jax.Array]
 ScalarOrSchedule = float | jax.Array | Schedule
 
+# inject_hyperparams takes every callable for a schedule, and calls it with the count.
+_STATIC = " (with optax.inject_hyperparams, name this argument in static_args)"
+
 
 def check_hyperparameter(
     name: str,
@@ -45,6 +48,40 @@ def check_hyperparameter(
         raise TypeError(f"{name}: expected a number, an array or a schedule, got {value!r}")
     elif np.shape(value):
         raise TypeError(f"{name}: expected a scalar, got an array of shape {np.shape(value)}")
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raise unless ``value`` is ``None`` or a dtype.
+
+    Raises:
+      TypeError: anything else, such as what ``optax.inject_hyperparams`` makes of a dtype.
+    """
+    try:
+        if isinstance(value, (jax.Array, np.ndarray)):
+            raise TypeError
+        if value is not None:
+            jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a dtype, got {value!r}{_STATIC}") from None
+
+
+def check_function(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is ``None`` or a function."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected a function, got {value!r}{_STATIC}")
+
+
+def resolve_mask(mask: Any, params: Any) -> Any:
+    """The tree of booleans that ``mask``, a tree or a function of the parameters, stands for.
+
+    Raises:
+      TypeError: a leaf that is not ``True`` or ``False``.
+    """
+    chosen = mask(params) if callable(mask) else mask
+    for leaf in jax.tree.leaves(chosen):
+        if not isinstance(leaf, (bool, np.bool_)):
+            raise TypeError(f"mask: expected True or False at every leaf, got {leaf!r}{_STATIC}")
+    return chosen
 
 
 def at(value: ScalarOrSchedule, count: jax.Array) -> jax.Array | float:
@@ -112,7 +149,8 @@ def displacement(new: Any, params: Any, update_dtype: Any = None) -> Any:
     ``update_dtype`` asks for the exact difference in another dtype instead.
     """
 
-    def one(x: jax.Array, p: jax.Array) -> jax.Array:
+    def one(x: jax.Array, p: Any) -> jax.Array:
+        p = jnp.asarray(p)
         if update_dtype is not None:
             return x.astype(update_dtype) - p.astype(update_dtype)
         return x.astype(p.dtype) - p

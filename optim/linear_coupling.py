@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fadex.core.checks import check_real
+from fadex.core.checks import is_concrete
+from fadex.optim.common import check_hyperparameter
 
 __all__ = ["certificate_schedule", "levy_weights", "linear_weights"]
 
@@ -33,7 +35,9 @@ def linear_weights(count: jax.Array) -> jax.Array:
     return (jnp.asarray(count, float) + 2) / 2
 
 
-def certificate_schedule(initial: float, power: float = 0.75) -> Callable[[Any], jax.Array]:
+def certificate_schedule(
+    initial: float | jax.Array, power: float | jax.Array = 0.75
+) -> Callable[[Any], jax.Array]:
     r"""γ_t = γ_0 / (t + 1)^p, the step sizes of the rate certificates.
 
     Under a local μ-KL condition :math:`\|\nabla f\|_* \ge \mu (f - f^*)` the abstract of
@@ -43,8 +47,8 @@ def certificate_schedule(initial: float, power: float = 0.75) -> Callable[[Any],
     >>> [round(float(certificate_schedule(1.0, 0.5)(t)), 3) for t in (0, 3, 99)]
     [1.0, 0.5, 0.1]
     """
-    check_real("initial", initial, minimum=0.0, exclusive=True)
-    check_real("power", power, minimum=0.0, maximum=1.0)
+    check_hyperparameter("initial", initial, minimum=0.0, exclusive=True, schedule=False)
+    check_hyperparameter("power", power, minimum=0.0, maximum=1.0, schedule=False)
     return lambda count: initial / (jnp.asarray(count, float) + 1) ** power
 
 
@@ -53,6 +57,11 @@ def resolve_weights(weights: Any) -> Callable[[jax.Array], jax.Array]:
     names = {"levy": levy_weights, "linear": linear_weights,
              "constant": lambda count: jnp.ones(())}
     if callable(weights):
+        first = weights(0)
+        if is_concrete(first) and not 1 <= float(first) < math.inf:
+            raise ValueError(
+                f"weight_schedule: α(t) >= 1 makes τ = 1/α a coupling in (0, 1], got α(0) = {first}"
+            )
         return weights
     if not isinstance(weights, str) or weights not in names:
         options = ", ".join(map(repr, names))
@@ -71,10 +80,9 @@ def resolve_coupling(coupling: Any, weights: Any) -> Callable[[jax.Array], jax.A
             )
         alpha = resolve_weights(weights)
         return lambda count: 1 / alpha(count)
+    check_hyperparameter("coupling", coupling, minimum=0.0, maximum=1.0)
     if callable(coupling):
         return coupling
-    if isinstance(coupling, numbers.Real):
-        check_real("coupling", coupling, maximum=1.0)
-        if coupling <= 0:
-            raise ValueError(f"coupling: must lie in (0, 1], got {coupling!r}")
+    if isinstance(coupling, numbers.Real) and coupling == 0:
+        raise ValueError(f"coupling: must lie in (0, 1], got {coupling!r}")
     return lambda count: jnp.asarray(coupling)

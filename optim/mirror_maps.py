@@ -59,8 +59,8 @@ def pnorm_map(p: float | None = None, *, size: int | None = None) -> MirrorMap:
 
     Args:
       p: the exponent; or
-      size: d >= 3, the number of entries, for p = 1 + 1/log d and ``C = e / (p - 1)``, with
-        which ψ is 1-strongly convex in ℓ1.
+      size: d >= 3, the number of entries, for p = 1 + 1/log d and
+        C = d^(2 - 2/p)/(p - 1), with which ψ is 1-strongly convex in ℓ1.
 
     >>> import jax.numpy as jnp
     >>> m = pnorm_map(1.5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from optax import MaskedNode
 from optax.contrib import MuonDimensionNumbers
 
 from fadex.core.checks import check_real
@@ -20,7 +21,10 @@ __all__ = ["assign_norms", "weight_dimension_numbers"]
 Rule = tuple[str | re.Pattern, NormSpec]
 
 _HEAD = re.compile(r"(^|[/_.])(lm_head|head|logits|classifier|unembed|output_layer)([/_.]|$)", re.I)
-_EMBED = re.compile(r"embed|token_table|wte|wpe", re.I)
+_EMBED = re.compile(r"(?<!patch_)(?<!patch)(?<!un)embed|token_table|wte|wpe", re.I)
+# Flax's attention: query, key, value (d, heads, d_head) and out (heads, d_head, d).
+_SPLIT_HEADS = re.compile(r"(^|/)(query|key|value|qkv)/kernel$", re.I)
+_JOIN_HEADS = re.compile(r"(^|/)out/kernel$", re.I)
 _CONV = re.compile(r"conv", re.I)
 _VECTOR = re.compile(r"(^|/)(bias|scale|b|g|gamma|beta)$", re.I)
 
@@ -51,12 +55,20 @@ def assign_norms(
     Without rules, by path and shape (the assignment of Scion, arXiv 2502.07529):
 
     * no or one axis, or a name such as ``bias`` or ``scale``: ``rms``;
-    * a name with ``embed``: ``per_input``, the row of each token on its own;
-    * the head (``head``, ``lm_head``, ``logits``, ``classifier``, or else the last matrix in
-      natural order of paths, when there are two or more): ``linf`` with scale 1/K;
+    * the head (``head``, ``lm_head``, ``logits``, ``unembed``, ``classifier``): ``linf`` with
+      scale 1/K;
+    * a name with ``embed`` (``patch_embed`` is no table): ``per_input``, each token's row on its
+      own;
+    * Flax's attention kernels ``query``, ``key``, ``value`` (d, heads, d_head) and ``out``
+      (heads, d_head, d), stacked or not: ``spectral`` with the heads' axes joined;
     * a name with ``conv``, or four axes and more: ``spectral_conv``;
     * any other matrix: ``spectral``, the first one with scale max(1, √(N/K)) when nothing is
       embedded; with three axes the leading one counts as stacked layers.
+
+    Where nothing is called a head, the last of two or more matrices, in natural order of paths
+    (``dense_2`` before ``dense_10``), is taken for it, and the first for the input: give rules when
+    your names sort otherwise. Under ``optax.masked`` and ``optax.partition`` only a part of the
+    parameters is seen, and nothing is taken for a head but by name.
 
     Args:
       params: a parameter tree (arrays or ``jax.ShapeDtypeStruct``).
@@ -65,8 +77,8 @@ def assign_norms(
         last catches the rest.
       dims: as Muon's ``muon_weight_dimension_numbers``: a tree with a ``MuonDimensionNumbers``
         or ``None`` for each leaf, or a function of ``params`` that returns it. Leaves that have
-        one get ``spectral`` on these axes, all others ``rms`` (a vector) or ``linf``, unless
-        ``rules`` name them.
+        one get ``spectral`` on these axes with scale max(1, √(N/K)), all others what the defaults
+        say, with ``linf`` (scale 1/K) for ``spectral``, unless ``rules`` name them.
       radius: ρ of matrices and embeddings. Published for a GPT-2-sized model: 50.
       output_radius: ρ of the head; default 10 ``radius``. Published: 3000.
       vector_radius: ρ of biases and scales; default ``radius``.
@@ -90,10 +102,9 @@ def assign_norms(
     output_radius = 10 * radius if output_radius is None else output_radius
     vector_radius = radius if vector_radius is None else vector_radius
     dims = dims(params) if callable(dims) else dims
-    if dims is None:
-        choose = _default(params, radius, output_radius, vector_radius, options)
-    else:
-        choose = _by_dims(params, dims, radius, vector_radius, options)
+    choose = _default(params, radius, output_radius, vector_radius, options)
+    if dims is not None:
+        choose = _by_dims(params, dims, radius, choose, options)
     compiled = None if rules is None else [(re.compile(p), spec) for p, spec in rules]
 
     def one(key_path: tuple, leaf: Any) -> NormSpec:
@@ -121,24 +132,30 @@ def _default(
 ) -> Callable[[str, tuple[int, ...]], NormSpec]:
     leaves = _leaves(params)
     is_vector = lambda path, shape: len(shape) < 2 or bool(_VECTOR.search(path))
-    matrices = sorted(
-        (path for path, shape in leaves
-         if not is_vector(path, shape) and not _EMBED.search(path)),
-        key=_natural,
+    is_table = lambda path, shape: (
+        bool(_EMBED.search(path)) and not _HEAD.search(path) and len(shape) < 4
     )
+    weights = [(path, shape) for path, shape in leaves if not is_vector(path, shape)]
+    matrices = sorted((path for path, shape in weights if not is_table(path, shape)), key=_natural)
     heads = {path for path in matrices if _HEAD.search(path)}
-    if not heads and len(matrices) > 1:
+    masked = any(isinstance(leaf, MaskedNode) for leaf in jax.tree.leaves(
+        params, is_leaf=lambda x: isinstance(x, MaskedNode)))
+    if not heads and not masked and len(matrices) > 1:
         heads = {matrices[-1]}
-    embeds = any(_EMBED.search(path) and not is_vector(path, shape) for path, shape in leaves)
-    first = matrices[0] if matrices and not embeds else None
+    embeds = any(is_table(path, shape) for path, shape in weights)
+    first = matrices[0] if matrices and not embeds and not masked else None
 
     def choose(path: str, shape: tuple[int, ...]) -> NormSpec:
         if is_vector(path, shape):
             return NormSpec("rms", vector_radius)
-        if _EMBED.search(path):
-            return NormSpec("per_input", radius)
         if path in heads:
             return NormSpec("linf", output_radius, scale="fan_in")
+        if is_table(path, shape):
+            return NormSpec("per_input", radius)
+        if len(shape) > 2 and _SPLIT_HEADS.search(path):
+            return NormSpec("spectral", radius, dims=MuonDimensionNumbers(-3, (-2, -1)), **options)
+        if len(shape) > 2 and _JOIN_HEADS.search(path):
+            return NormSpec("spectral", radius, dims=MuonDimensionNumbers((-3, -2), -1), **options)
         if _CONV.search(path) or len(shape) > 3:
             return NormSpec("spectral_conv", radius, **options)
         return NormSpec("spectral", radius, scale="max" if path == first else None, **options)
@@ -147,7 +164,7 @@ def _default(
 
 
 def _by_dims(
-    params: Any, dims: Any, radius: float, vector_radius: float, options: dict
+    params: Any, dims: Any, radius: float, default: Callable, options: dict
 ) -> Callable[[str, tuple[int, ...]], NormSpec]:
     is_dims = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
     chosen: dict[str, MuonDimensionNumbers] = {}
@@ -170,7 +187,10 @@ def _by_dims(
     def choose(path: str, shape: tuple[int, ...]) -> NormSpec:
         if path in chosen:
             return NormSpec("spectral", radius, scale="max", dims=chosen[path], **options)
-        return NormSpec("rms" if len(shape) < 2 else "linf", vector_radius)
+        spec = default(path, shape)
+        if spec.name.startswith("spectral"):
+            return NormSpec("linf", spec.radius, scale="fan_in")
+        return spec
 
     return choose
 

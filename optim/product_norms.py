@@ -17,7 +17,6 @@ of a norm) are layers of their own in either product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -176,6 +175,18 @@ def reduce_duals(duals: Any, specs: Any, product: str) -> jax.Array:
     return top * jnp.sqrt(jnp.sum((flat / jnp.where(top == 0, 1.0, top)) ** 2))
 
 
+def clip_shares(clip: Any, scope: str, duals: Any, specs: Any) -> Any:
+    """min(1, s‖g‖_*) for each layer, of its own norm or of Σ ρ_l‖g_l‖_*; 1 where s is ``None``."""
+    if clip is None:
+        return jax.tree.map(jnp.ones_like, duals)
+    if scope == "global":
+        total = reduce_duals(duals, specs, "max")
+        return jax.tree.map(
+            lambda d: jnp.broadcast_to(jnp.minimum(1.0, clip * total), d.shape), duals
+        )
+    return jax.tree.map(lambda d: jnp.minimum(1.0, clip * d), duals)
+
+
 def spread(values: jax.Array, leaf: jax.Array, spec: NormSpec) -> jax.Array:
     """Values of a leaf's batch axes, in a shape that multiplies the leaf."""
     view = matrix_view(spec, leaf.shape)
@@ -248,6 +259,3 @@ def sharp_of(directions: Any, duals: Any, specs: Any, product: str) -> Any:
 def tree_euclidean_constants(specs: Any, tree: Any) -> Any:
     """κ_l / ρ_l for each leaf: ½ Σ_l (κ_l/ρ_l)² ‖W_l‖₂² is 1-strongly convex in both products."""
     return jax.tree.map(lambda x, s: euclidean_constant(s, jnp.shape(x)) / s.radius, tree, specs)
-
-
-Projection = Callable[[Any], Any]

@@ -24,16 +24,18 @@ from fadex.core.checks import check_choice
 from fadex.optim.common import (
     ScalarOrSchedule,
     at,
+    check_dtype,
     check_hyperparameter,
     check_leaves,
     displacement,
     need_params,
+    resolve_mask,
     state_dtype_of,
     zeros_in_state,
 )
 from fadex.optim.norm_rules import assign_norms
 from fadex.optim.norms import NormSpec, ball_scale, matrix_view
-from fadex.optim.product_norms import broadcast_specs, reduce_duals, spread, tree_directions
+from fadex.optim.product_norms import broadcast_specs, clip_shares, spread, tree_directions
 
 __all__ = ["ScionState", "scale_by_lmo", "scion", "scion_init"]
 
@@ -50,15 +52,7 @@ def _lmo_steps(
 ) -> tuple[Any, Any]:
     """ρ_l min(1, s‖d_l‖_*) direction_l for each leaf, and the factors min(...) alone."""
     directions, duals = tree_directions(specs, tree, batch_leaves=batch_leaves)
-    if clip is None:
-        shares = jax.tree.map(jnp.ones_like, duals)
-    elif scope == "global":
-        total = reduce_duals(duals, specs, "max")
-        shares = jax.tree.map(
-            lambda d: jnp.broadcast_to(jnp.minimum(1.0, clip * total), d.shape), duals
-        )
-    else:
-        shares = jax.tree.map(lambda d: jnp.minimum(1.0, clip * d), duals)
+    shares = clip_shares(clip, scope, duals, specs)
     steps = jax.tree.map(
         lambda d, share, s: s.radius * spread(share, d, s).astype(d.dtype) * d,
         directions, shares, specs,
@@ -119,11 +113,16 @@ def scion(
     clip: ScalarOrSchedule | None = None,
     clip_scope: str = "layer",
     weight_decay: ScalarOrSchedule = 0.0,
+    mask: Any = None,
     batch_leaves: bool = False,
     momentum_dtype: Any = None,
     update_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scion, constrained or not, clipped or not; see the top of this module.
+
+    16-bit parameters have no master copy here, as with most optax transforms: steps below half
+    a unit in the last place are rounded away. Keep float32 parameters and cast in the model, or
+    take :func:`fadex.optim.accelegrad_sharp`, whose iterates are one.
 
     Args:
       learning_rate: γ, in units of the radii ρ_l.
@@ -137,6 +136,7 @@ def scion(
       clip: s of the clipped form, or ``None``.
       clip_scope: ``"layer"`` or ``"global"`` (Σ ρ_l ‖d_l‖_*).
       weight_decay: λ, decoupled: another -γλW, beside the constraint's own pull if there is one.
+      mask: a tree of booleans or a function of the parameters: where to decay weights.
       batch_leaves: polar factors of equal shapes in one batched call.
       momentum_dtype: of d; default at least float32.
       update_dtype: of the emitted step; default the parameters'.
@@ -161,6 +161,8 @@ def scion(
     if clip is not None:
         check_hyperparameter("clip", clip, minimum=0.0, exclusive=True)
     check_choice("clip_scope", clip_scope, ("layer", "global"))
+    check_dtype("momentum_dtype", momentum_dtype)
+    check_dtype("update_dtype", update_dtype)
     norm = assign_norms if norm is None else norm
 
     def init(params: Any) -> ScionState:
@@ -182,21 +184,29 @@ def scion(
         now = None if clip is None else at(clip, t)
         steps, shares = _lmo_steps(d, specs, now, clip_scope, batch_leaves)
 
-        def move(p: jax.Array, step: jax.Array, share: jax.Array) -> jax.Array:
+        def move(p: jax.Array, step: jax.Array, share: jax.Array, chosen: bool) -> jax.Array:
+            p = jnp.asarray(p)
             wide = state_dtype_of(p)
             x, gamma = p.astype(wide), jnp.asarray(rate, wide)
             new = x - gamma * step.astype(wide)
             if constrained:
                 new = new - gamma * share.astype(wide) * x
             if not no_decay:
-                new = new - gamma * jnp.asarray(at(weight_decay, t), wide) * x
+                new = new - gamma * jnp.asarray(at(weight_decay, t), wide) * x * chosen
             return new
 
-        new = jax.tree.map(move, params, steps, shares)
+        everywhere = jax.tree.map(lambda _: True, params)
+        decayed = everywhere if mask is None else _spread_mask(resolve_mask(mask, params), params)
+        new = jax.tree.map(move, params, steps, shares, decayed)
         state = ScionState(optax.safe_increment(t), d)
         return displacement(new, params, update_dtype), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _spread_mask(mask: Any, params: Any) -> Any:
+    """One boolean for each leaf, from a tree that may be an upper part of ``params``."""
+    return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, params)
 
 
 def scion_init(key: jax.Array, params: Any, norm: Any = None) -> Any:

@@ -75,7 +75,8 @@ def test_diameter_may_be_a_schedule_an_array_or_injected():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     anchors = [run(accelegrad(schedule), lambda x: x, x0, n)[1].z for n in (8, 11, 14)]
     assert np.any(anchors[0] != anchors[1])
-    np.testing.assert_array_equal(anchors[1], anchors[2])  # no step is left after the decay
+    # No step is left after the decay; two programs may differ in the last bit.
+    np.testing.assert_allclose(anchors[1], anchors[2], rtol=1e-6)
     injected = optax.inject_hyperparams(accelegrad)(diameter=0.5)
     state = injected.init(x0)
     updates, state = injected.update(x0, state, x0)
@@ -136,8 +137,8 @@ def test_bad_calls_say_what_is_wrong():
         accelegrad_eval_params(state, x, "average")
     with pytest.raises(ValueError, match="which: expected"):
         accelegrad_eval_params(state, x, "w")
-    with pytest.raises(ValueError, match="found 0 iterates called 'y'"):
+    with pytest.raises(ValueError, match="found no AcceleGrad"):
         accelegrad_eval_params(optax.sgd(0.1).init(x), x)
     both = optax.chain(opt, opt).init(x)
-    with pytest.raises(ValueError, match="found 2 iterates"):
+    with pytest.raises(ValueError, match="two AcceleGrad states hold"):
         accelegrad_eval_params(both, x)

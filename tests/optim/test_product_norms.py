@@ -172,7 +172,7 @@ def test_muons_dimension_numbers_choose_the_matrices():
         specs = assign_norms(params, dims=given, steps=5, coefficients="muon")
         assert specs["a"] == NormSpec("spectral", scale="max", steps=5, coefficients="muon",
                                       dims=MuonDimensionNumbers((0,), (1, 2)))
-        assert specs["w"].name == "linf" and specs["b"].name == "rms"
+        assert specs["w"] == NormSpec("linf", 10.0, scale="fan_in") and specs["b"].name == "rms"
     # The way back: Muon's update on the same set is ours up to its learning rate.
     assert weight_dimension_numbers(specs, params) == {
         "a": MuonDimensionNumbers((0,), (1, 2)), "w": None, "b": None}
