@@ -61,7 +61,8 @@ def choose_momentum(momentum: Any, gram: jax.Array, batch_size: int, style: str)
         # The best step by E[H_B^2] <= (1/B + (1 - 1/B) lmax) H, within the curvature's limit.
         eta = jnp.minimum(batch_size / (1 + (batch_size - 1) * lmax), 1 / lmax)
         return Momentum(eta, jnp.zeros_like(eta), 1 / jnp.sqrt(lmax * mu))
-    return interpolation_momentum(batch_size, 1.0, lmax, mu, style=style)
+    # c = 1 keeps one row at a time the classical method.
+    return interpolation_momentum(batch_size, 1.0, lmax, mu, style=style, c=1.0)
 
 
 def run_momentum(

@@ -134,7 +134,7 @@ def steps_to_tolerance():
     def count(batch_size, momentum, style, limit):
         chosen = momentum
         if momentum == "auto":
-            chosen = interpolation_momentum(batch_size, 1.0, *constants, style=style)
+            chosen = interpolation_momentum(batch_size, 1.0, *constants, style=style, c=1.0)
 
         # Rows of equal norm: uniform, drawn here, which saves compiling the generator.
         drawn = np.random.default_rng(1).integers(0, 2000, (6, limit, batch_size))
@@ -170,7 +170,7 @@ def test_automatic_momentum_is_the_rule_on_the_normalised_rows(golden):
     A, b = golden["A"], golden["b"]
     values = np.linalg.eigvalsh(A.T @ A / (A**2).sum())
     with jax.enable_x64(True):
-        chosen = interpolation_momentum(16, 1.0, values[-1], values[0])
+        chosen = interpolation_momentum(16, 1.0, values[-1], values[0], c=1.0)
         assert 0 < chosen.decay < 1
         indices = golden["order"][:288].reshape(18, 16)
         shared = dict(indices=indices, batch_size=16, num_steps=18)

@@ -48,8 +48,10 @@ def assert_trees_close(a, b, **tolerance):
 @pytest.mark.smoke
 def test_rule_follows_its_formulas():
     with jax.enable_x64(True):
-        # gamma = B / R^2 below the curvature's limit: no momentum.
-        m = interpolation_momentum(2, 10.0, 1.0, 1e-3)
+        # gamma = c B / R^2 below the curvature's limit: no momentum.
+        m = interpolation_momentum(2, 10.0, 1.0, 1e-3, c=1.0)
+        n = interpolation_momentum(2, 10.0, 1.0, 1e-3)  # the default c is 4/3
+        np.testing.assert_allclose(n.learning_rate, 4 / 3 * m.learning_rate, rtol=1e-12)
         np.testing.assert_allclose((m.learning_rate, m.decay), (0.2, 0.0), rtol=1e-12)
         # Above: eta = s / lmax, 1 - beta = s R^2 / (c B lmax), inversely proportional to B.
         for batch_size in (10, 20, 40):
@@ -64,12 +66,12 @@ def test_rule_follows_its_formulas():
         np.testing.assert_allclose(m.decay, 0.97, rtol=1e-12)
         assert m.saturation == np.inf
         # Kaczmarz with one row is the classical one: R^2 = 1 >= lmax.
-        m = interpolation_momentum(1, 1.0, 0.3, 1e-3)
+        m = interpolation_momentum(1, 1.0, 0.3, 1e-3, c=1.0)
         assert m.learning_rate == 1.0 and m.decay == 0.0
 
 
 def test_rule_may_be_traced_and_mapped():
-    f = jax.jit(jax.vmap(lambda b: interpolation_momentum(b, 10.0, 1.0, 1e-4)))
+    f = jax.jit(jax.vmap(lambda b: interpolation_momentum(b, 10.0, 1.0, 1e-4, c=1.0)))
     m = f(jnp.array([1.0, 16.0, 64.0]))
     np.testing.assert_allclose(m.learning_rate, [0.1, 0.5, 0.5], rtol=1e-6)
     np.testing.assert_allclose(m.decay, [0, 1 - 5 / 16, 1 - 5 / 64], rtol=1e-6)
