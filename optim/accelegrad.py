@@ -129,7 +129,7 @@ def accelegrad(
         dtype = state.accumulator.dtype
         a = jnp.asarray(alpha(t), dtype)
         x = gradient_point(resync, params, state.z, state.y, tau(t))
-        g = jax.tree.map(lambda g, z: g.astype(z.dtype), updates, state.z)
+        g = jax.tree.map(lambda g, z: jnp.asarray(g, z.dtype), updates, state.z)
         total = jnp.hypot(state.accumulator, a * safe_norm(g).astype(dtype))
         eta = adaptive_step(at(diameter, t), at(lipschitz, t), total)
         z = jax.tree.map(lambda z, g: z - (a * eta).astype(z.dtype) * g, state.z, g)
@@ -174,10 +174,10 @@ def combine(z: Any, y: Any, tau: jax.Array) -> Any:
 def gradient_point(resync: str, params: Any, z: Any, y: Any, tau: jax.Array) -> Any:
     """x_t in the state's dtype: from the parameters, or from the iterates."""
 
-    def one(p: jax.Array, z: jax.Array, y: jax.Array) -> jax.Array:
-        wide = jnp.finfo(p.dtype).bits >= 32
+    def one(p: Any, z: jax.Array, y: jax.Array) -> jax.Array:
+        wide = jnp.finfo(jnp.result_type(p)).bits >= 32
         if resync == "params" or (resync == "auto" and wide):
-            return p.astype(z.dtype)
+            return jnp.asarray(p, z.dtype)
         return y + jnp.asarray(tau, y.dtype) * (z - y)
 
     return jax.tree.map(one, params, z, y)

@@ -299,9 +299,10 @@ def accelegrad_sharp(
         check_norms(params)
         if recompute_y:
             for leaf in jax.tree.leaves(params):
-                if jnp.finfo(leaf.dtype).bits < 32:
+                dtype = jnp.result_type(leaf)
+                if jnp.finfo(dtype).bits < 32:
                     raise ValueError(
-                        f"recompute_y: needs parameters with 32 bits or more, got {leaf.dtype}"
+                        f"recompute_y: needs parameters with 32 bits or more, got {dtype}"
                     )
         copy = lambda wanted: copy_to_state(params, state_dtype) if wanted else ()
         z = copy(True)
@@ -325,9 +326,9 @@ def accelegrad_sharp(
         need_params(params, "accelegrad_sharp")
         specs, t, dtype = check_norms(params), state.count, state.weight_sum.dtype
         a = jnp.asarray(alpha(t), dtype)
-        g = jax.tree.map(lambda g, z: g.astype(z.dtype), updates, state.z)
+        g = jax.tree.map(lambda g, z: jnp.asarray(g, z.dtype), updates, state.z)
         if recompute_y:
-            x = jax.tree.map(lambda p, z: p.astype(z.dtype), params, state.z)
+            x = jax.tree.map(lambda p, z: jnp.asarray(p, z.dtype), params, state.z)
         else:
             x = gradient_point(resync, params, state.z, state.y, tau(t))
         directions, duals = (

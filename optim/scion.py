@@ -178,7 +178,7 @@ def scion(
         specs, t = broadcast_specs(norm, params), state.count
         m, rate = at(momentum, t), at(learning_rate, t)
         d = jax.tree.map(
-            lambda d, g: d + jnp.asarray(m, d.dtype) * (g.astype(d.dtype) - d),
+            lambda d, g: d + jnp.asarray(m, d.dtype) * (jnp.asarray(g, d.dtype) - d),
             state.momentum, updates,
         )
         now = None if clip is None else at(clip, t)
