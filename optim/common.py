@@ -75,8 +75,11 @@ def resolve_mask(mask: Any, params: Any) -> Any:
     """The tree of booleans that ``mask``, a tree or a function of the parameters, stands for.
 
     Raises:
-      TypeError: a leaf that is not ``True`` or ``False``.
+      TypeError: a leaf that is not ``True`` or ``False``, or one value for the whole tree, which
+        is what ``optax.inject_hyperparams`` makes of a function of the parameters.
     """
+    if isinstance(mask, (bool, np.bool_)):
+        raise TypeError(f"mask: expected a tree of booleans or a function, got {mask!r}{_STATIC}")
     chosen = mask(params) if callable(mask) else mask
     for leaf in jax.tree.leaves(chosen):
         if not isinstance(leaf, (bool, np.bool_)):
