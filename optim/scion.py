@@ -33,8 +33,10 @@ from fadex.optim.common import (
     state_dtype_of,
     zeros_in_state,
 )
+from fadex.optim.newton_schulz_coefficients import polar_express_coefficients
 from fadex.optim.norm_rules import assign_norms
 from fadex.optim.norms import NormSpec, ball_scale, matrix_view
+from fadex.optim.polar import polar_factor
 from fadex.optim.product_norms import broadcast_specs, clip_shares, spread, tree_directions
 
 __all__ = ["ScionState", "scale_by_lmo", "scion", "scion_init"]
@@ -242,10 +244,10 @@ def scion_init(key: jax.Array, params: Any, norm: Any = None) -> Any:
         else:
             m = jax.random.normal(key, shape, jnp.float32)
             if spec.name.startswith("spectral"):
-                tall = shape[-2] >= shape[-1]
-                q, r = jnp.linalg.qr(m if tall else jnp.swapaxes(m, -1, -2))
-                q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
-                m = q if tall else jnp.swapaxes(q, -1, -2)
+                # The polar factor of a Gaussian matrix is uniform on the Stiefel manifold, as
+                # its QR factor is. Products only: on a CPU, LAPACK calls that run beside each
+                # other in one program can wait for each other for ever (jaxlib 0.10).
+                m = polar_factor(m, coefficients=polar_express_coefficients(12, 1e-8), steps=16)
             else:
                 axis = -1 if spec.name == "per_input" else -2
                 m = m / jnp.linalg.norm(m, axis=axis, keepdims=True)
