@@ -247,7 +247,7 @@ def scion_init(key: jax.Array, params: Any, norm: Any = None) -> Any:
                 # The polar factor of a Gaussian matrix is uniform on the Stiefel manifold, as
                 # its QR factor is. Products only: on a CPU, LAPACK calls that run beside each
                 # other in one program can wait for each other for ever (jaxlib 0.10).
-                m = polar_factor(m, coefficients=polar_express_coefficients(12, 1e-8), steps=16)
+                m = polar_factor(m, coefficients=polar_express_coefficients(18, 1e-7))
             else:
                 axis = -1 if spec.name == "per_input" else -2
                 m = m / jnp.linalg.norm(m, axis=axis, keepdims=True)
