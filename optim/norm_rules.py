@@ -143,7 +143,8 @@ def _default(
     if not heads and not masked and len(matrices) > 1:
         heads = {matrices[-1]}
     embeds = any(is_table(path, shape) for path, shape in weights)
-    first = matrices[0] if matrices and not embeds and not masked else None
+    inner = [path for path in matrices if path not in heads]
+    first = inner[0] if inner and not embeds and not masked else None
 
     def choose(path: str, shape: tuple[int, ...]) -> NormSpec:
         if is_vector(path, shape):

@@ -17,48 +17,60 @@ from fadex.optim import (
     NormSpec,
     accelegrad,
     accelegrad_sharp,
+    assign_norms,
     dual_anchor,
     heavy_ball,
     scion,
     sgd_interpolation,
 )
 
-# name: (constructor, the hyperparameter that users tune, its value here, other arguments)
-RULE = {"batch_size": 8, "row_norm_bound": 2.0, "lmax": 1.0}
+# name: (constructor, the hyperparameter that users tune, its value here, other arguments).
+# One Newton-Schulz step: accuracy is no matter here, and compiling six of them is.
+NORMS = functools.partial(assign_norms, steps=1)
+GROWING = lambda t: 1.5 + 0.25 * t  # weights whose coupling is below 1 from the first step on
 OPTIMIZERS = {
-    "accelegrad": (accelegrad, "diameter", 1.0, {}),
-    "accelegrad_sharp": (accelegrad_sharp, "learning_rate", 0.05, {"clip": 30.0}),
-    "accelegrad_sharp_scalar": (accelegrad_sharp, "diameter", 1.0, {"norm": "linf"}),
-    "scion": (scion, "learning_rate", 0.05, {"clip": 10.0}),
-    "scion_constrained": (scion, "learning_rate", 0.02, {
-        "constrained": True, "norm": NormSpec("l2", radius=20.0), "clip": 0.05}),
+    "accelegrad": (accelegrad, "diameter", 1.0, {"weight_schedule": GROWING}),
+    "accelegrad_sharp": (accelegrad_sharp, "learning_rate", 0.05, {
+        "clip": 30.0, "norm": NORMS, "coupling": 0.3}),
+    "scion": (scion, "learning_rate", 0.05, {"clip": 10.0, "norm": NORMS}),
     "heavy_ball": (heavy_ball, "learning_rate", 0.05, {"decay": 0.9}),
-    "heavy_ball_nesterov": (heavy_ball, "learning_rate", 0.05, {
-        "decay": 0.9, "nesterov": True, "style": "ema"}),
     "sgd_interpolation": (sgd_interpolation, "lmax", 1.0, {
         "batch_size": 8, "row_norm_bound": 2.0}),
     "dual_anchor": (dual_anchor, "learning_rate", 0.3, {"num_steps": 400}),
 }  # fmt: skip
+# Other paths through the same transforms: for the checks that read their states.
+VARIANTS = OPTIMIZERS | {
+    "accelegrad_levy": (accelegrad, "diameter", 1.0, {}),
+    "accelegrad_sharp_scalar": (accelegrad_sharp, "diameter", 1.0, {
+        "norm": "linf", "average": True}),
+    "scion_constrained": (scion, "learning_rate", 0.02, {
+        "constrained": True, "norm": NormSpec("l2", radius=20.0), "clip": 0.05}),
+    "heavy_ball_nesterov": (heavy_ball, "learning_rate", 0.05, {
+        "decay": 0.9, "nesterov": True, "style": "ema"}),
+}  # fmt: skip
 
 
 def build(name, **changed):
-    make, key, value, others = OPTIMIZERS[name]
+    make, key, value, others = VARIANTS[name]
     return make(**({key: value} | others | changed))
 
 
-every = pytest.mark.parametrize("name", OPTIMIZERS)
+each = pytest.mark.parametrize("name", OPTIMIZERS)
+every = pytest.mark.parametrize("name", VARIANTS)
 
 
-def small(dtype=jnp.float32):
+def small(dtype=np.float32):
+    """In NumPy: every eager jnp operation on a new shape would be a program to compile."""
     return {
-        "in": {"kernel": jnp.array([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0]], dtype),
-               "bias": jnp.array([0.5, -1.0, 0.3], dtype)},
-        "head": {"kernel": jnp.array([[0.3, -0.2], [1.0, 0.1], [0.4, 0.6]], dtype)},
+        "in": {"kernel": np.array([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0]], dtype),
+               "bias": np.array([0.5, -1.0, 0.3], dtype)},
+        "head": {"kernel": np.array([[0.3, -0.2], [1.0, 0.1], [0.4, 0.6]], dtype)},
     }
 
 
-TARGET = jax.tree.map(lambda p: 0.3 * jnp.ones_like(p) + 0.1 * p, small())
+TARGET = jax.tree.map(lambda p: np.float32(0.3) + np.float32(0.1) * p, small())
 SCALES = {"in": {"kernel": 1.0, "bias": 0.3}, "head": {"kernel": 0.5}}
+GRADS = jax.tree.map(lambda p, t, s: np.float32(s) * (p - t), small(), TARGET, SCALES)
 
 
 def loss(params):
@@ -69,13 +81,38 @@ def loss(params):
     return sum(jax.tree.leaves(parts))
 
 
-def train(opt, params, steps, keep=None):
-    def step(carry, _):
-        params, state = carry
-        updates, state = opt.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), loss(params)
+def one_step(opt, params, state):
+    updates, state = opt.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
 
-    return jax.lax.scan(step, (params, opt.init(params)), None, length=steps)
+
+def train(opt, params, steps):
+    step = lambda carry, _: (one_step(opt, *carry), None)
+    return jax.lax.scan(step, (params, opt.init(params)), None, length=steps)[0]
+
+
+@functools.cache
+def advance(name):
+    """(parameters, state, n) -> the same after n steps, from one program for each optimizer."""
+    opt = build(name)
+    body = lambda _, carry: one_step(opt, *carry)
+    return jax.jit(lambda params, state, n: jax.lax.fori_loop(0, n, body, (params, state)))
+
+
+@functools.cache
+def start(name):
+    return jax.jit(lambda p: (p, build(name).init(p)))(small())
+
+
+@functools.cache
+def update(name):
+    return jax.jit(build(name).update)
+
+
+@functools.cache
+def warm(name):
+    """Parameters and state after 6 steps: a first step alone would not see every part of them."""
+    return advance(name)(*start(name), 6)
 
 
 def same(a, b, **tolerance):
@@ -89,150 +126,172 @@ def identical(a, b):
 @pytest.mark.smoke
 @every
 def test_converges_and_its_state_keeps_structure_shapes_and_dtypes(name):
-    # scan itself refuses a state whose shapes, dtypes or weak types change.
-    opt = build(name)
-    (params, state), curve = jax.jit(lambda p: train(opt, p, 399))(small())
-    assert float(loss(params)) < 0.02 * float(curve[0]), name
+    # The loop itself refuses a state whose shapes, dtypes or weak types change.
+    params, state = advance(name)(*start(name), 399)
+    assert float(loss(params)) < 0.02 * float(loss(small())), name
     for leaf in jax.tree.leaves(state):
         assert isinstance(leaf, jax.Array) and not leaf.weak_type
 
 
-@every
-def test_vmap_over_hyperparameters_and_seeds_equals_a_loop(name):
+@each
+def test_vmap_over_a_hyperparameter_equals_a_loop_and_its_gradient_a_difference(name):
     _, key, value, _ = OPTIMIZERS[name]
-    values = jnp.array([0.5, 1.0]) * value
-    run = lambda v: train(build(name, **{key: v}), small(), 4)[0][0]
-    together = jax.jit(jax.vmap(run))(values)
-    alone = jax.jit(run)(values[1])
-    same(jax.tree.map(lambda x: x[1], together), alone, rtol=2e-5, atol=1e-6)
-    one, two = (jax.tree.leaves(jax.tree.map(lambda x, i=i: x[i], together)) for i in (0, 1))
-    assert any(np.any(a != b) for a, b in zip(one, two))
+    tuned = name in ("accelegrad_sharp", "accelegrad", "scion", "heavy_ball")
+
+    def run(v):
+        params, _ = train(build(name, **{key: v}), small(), 6)
+        return loss(params), params
+
+    h = 0.01 * value
+    values = np.array([value - h, value, value + h, value / 2], np.float32)
+    if tuned:  # d(final loss)/d(hyperparameter), as in tuning by gradient
+        (losses, together), slopes = jax.jit(jax.vmap(jax.value_and_grad(run, has_aux=True)))(
+            values)
+        np.testing.assert_allclose(slopes[1], (losses[2] - losses[0]) / (2 * h), rtol=0.1)
+    else:
+        losses, together = jax.jit(jax.vmap(run))(values)
+    alone, _ = warm(name)
+    same(jax.tree.map(lambda x: x[1], together), alone, rtol=5e-5, atol=1e-6)
+    assert losses[3] != losses[1]
 
 
-@every
+@each
 def test_hyperparameters_can_be_injected_and_changed(name):
     make, key, value, others = OPTIMIZERS[name]
-    params, grads = small(), jax.grad(loss)(small())
-    static = tuple(k for k in others if k not in ("decay", "clip"))
+    static = tuple(k for k in others if k not in ("decay", "clip", "coupling"))
     opt = optax.inject_hyperparams(make, static_args=static)(**{key: value}, **others)
-    state = opt.init(params)
-    updates, state = jax.jit(opt.update)(grads, state, params)
-    plain = build(name)
-    same(updates, plain.update(grads, plain.init(params), params)[0], rtol=1e-5, atol=1e-7)
+
+    @jax.jit
+    def run(params, other):
+        body = lambda _, carry: one_step(opt, *carry)
+        state = opt.init(params)
+        params, state = jax.lax.fori_loop(0, 6, body, (params, state))
+        changed = optax.tree.set(state, **{key: other})
+        return state, params, one_step(opt, params, state), one_step(opt, params, changed)
+
+    state, params, plain, changed = run(small(), jnp.float32(2 * value))
+    same(params, warm(name)[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(optax.tree.get(state, key), value, rtol=1e-6)
-    other = optax.tree.set(opt.init(params), **{key: jnp.asarray(2.0 * value)})
-    changed = jax.jit(opt.update)(grads, other, params)
-    # Updates or iterates: the first steps of AcceleGrad# are the anchor's alone.
-    pairs = zip(jax.tree.leaves((updates, state.inner_state)),
-                jax.tree.leaves((changed[0], changed[1].inner_state)))
-    assert any(np.any(a != b) for a, b in pairs)
+    assert any(np.any(a != b)
+               for a, b in zip(jax.tree.leaves(plain[0]), jax.tree.leaves(changed[0])))
 
 
-@every
+@each
 def test_masked_and_partitioned_leaves_are_left_alone(name):
-    params, grads = small(), jax.grad(loss)(small())
-    mask = {"in": {"kernel": True, "bias": False}, "head": {"kernel": False}}
-    opt = optax.masked(build(name), mask)
-    updates, _ = jax.jit(opt.update)(grads, opt.init(params), params)
-    identical(updates["head"], grads["head"])
     # Named by path: {"in": {"kernel": ...}} alone gets the same norm as the masked tree.
+    mask = {"in": {"kernel": True, "bias": False}, "head": {"kernel": False}}
     labels = {"in": {"kernel": "a", "bias": "b"}, "head": {"kernel": "b"}}
+    masked = optax.masked(build(name), mask)
     split = optax.partition({"a": build(name), "b": optax.set_to_zero()}, labels)
-    moved, _ = jax.jit(split.update)(grads, split.init(params), params)
-    identical(moved["in"]["kernel"], updates["in"]["kernel"])
+
+    @jax.jit
+    def run(params, head):
+        def step(carry, _):
+            params, one, two = carry
+            grads = jax.grad(loss)(params) | {"head": {"kernel": head}}
+            updates, one = masked.update(grads, one, params)
+            moved, two = split.update(grads, two, params)
+            return (optax.apply_updates(params, moved), one, two), (updates, moved)
+
+        return jax.lax.scan(step, (params, masked.init(params), split.init(params)), None,
+                            length=6)[1]
+
+    updates, moved = run(small(), GRADS["head"]["kernel"])
+    identical(updates["head"]["kernel"], np.stack([GRADS["head"]["kernel"]] * 6))
+    same(moved["in"]["kernel"], updates["in"]["kernel"], rtol=1e-6, atol=1e-7)
+    assert np.any(moved["in"]["kernel"][0] != moved["in"]["kernel"][5])
     assert not np.any(moved["in"]["bias"]) and not np.any(moved["head"]["kernel"])
     # A leaf that is masked contributes nothing to the scalars of its group (optax#1538).
-    poisoned = grads | {"head": {"kernel": jnp.full((3, 2), jnp.nan)}}
-    again, _ = jax.jit(opt.update)(poisoned, opt.init(params), params)
+    again, _ = run(small(), np.full((3, 2), np.nan, np.float32))
     identical(again["in"]["kernel"], updates["in"]["kernel"])
 
 
-@every
+@each
 def test_multi_steps_with_bfloat16_parameters(name):
     # lax.cond inside MultiSteps needs equal dtypes on both branches (optax#377, #1038).
     params = small(jnp.bfloat16)
     opt = optax.MultiSteps(build(name), every_k_schedule=2)
-    state, update = opt.init(params), jax.jit(opt.update)
-    grads = jax.grad(loss)(params)
-    first, state = update(grads, state, params)
+    state, step = jax.jit(opt.init)(params), jax.jit(opt.update)
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    first, state = step(grads, state, params)
     assert all(not np.any(np.asarray(u, np.float32)) for u in jax.tree.leaves(first))
-    second, state = update(grads, state, params)
+    second, state = step(grads, state, params)
     for update_leaf, p in zip(jax.tree.leaves(second), jax.tree.leaves(params)):
         assert update_leaf.dtype == p.dtype and np.any(np.asarray(update_leaf, np.float32))
 
 
-@every
+@each
 def test_nan_gradients_stay_visible_and_apply_if_finite_drops_them(name):
-    params, grads = small(), jax.grad(loss)(small())
-    poisoned = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
-    opt = build(name)
-    updates, _ = jax.jit(opt.update)(poisoned, opt.init(params), params)
-    if name != "accelegrad_sharp":  # its first step is the anchor's alone: x = z
-        assert all(np.any(np.isnan(u)) for u in jax.tree.leaves(updates))
-    assert any(np.any(np.isnan(u)) for u in jax.tree.leaves(updates))
-    safe = optax.apply_if_finite(opt, max_consecutive_errors=3)
-    start = safe.init(params)
+    params, state = warm(name)
+    poisoned = jax.tree.map(np.copy, GRADS)
+    for leaf in jax.tree.leaves(poisoned):
+        leaf[(0,) * leaf.ndim] = np.nan
+    updates, _ = update(name)(poisoned, state, params)
+    assert all(np.any(np.isnan(u)) for u in jax.tree.leaves(updates))
+    safe = optax.apply_if_finite(build(name), max_consecutive_errors=3)
     step = jax.jit(safe.update)
-    updates, state = step(poisoned, start, params)
-    assert all(not np.any(u) for u in jax.tree.leaves(updates))
-    identical(state.inner_state, start.inner_state)
-    updates, _ = step(grads, state, params)
-    same(updates, jax.jit(opt.update)(grads, opt.init(params), params)[0], rtol=1e-6)
+    kept = jax.jit(safe.init)(small())._replace(inner_state=state)
+    for errors in (1, 2, 3):
+        updates, kept = step(poisoned, kept, params)
+        assert all(not np.any(u) for u in jax.tree.leaves(updates))
+        assert kept.notfinite_count == errors
+        identical(kept.inner_state, state)
+    # A finite gradient in between, and all is as if nothing had happened.
+    updates, fine = step(GRADS, kept, params)
+    same(updates, update(name)(GRADS, state, params)[0], rtol=2e-6, atol=1e-7)
+    assert fine.notfinite_count == 0
+    # After the last error that it may drop it gives up: what is wrong must show (optax#1746).
+    updates, kept = step(poisoned, kept, params)
+    assert any(np.any(np.isnan(u)) for u in jax.tree.leaves(updates))
+    assert kept.notfinite_count == 4 and kept.total_notfinite == 4
 
 
-@every
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_zero_gradients_and_half_precision_give_finite_steps(name, dtype):
+@each
+def test_zero_gradients_and_half_precision_give_finite_steps(name):
     # float16: squares of small gradients vanish and 0/0 would be NaN (optax#1784).
-    params = small(dtype)
-    opt = build(name)
-    update = jax.jit(opt.update)
-    for size in (0.0, 1e-6, 1e3):
-        grads = jax.tree.map(lambda p, size=size: jnp.full_like(p, size), params)
-        state = opt.init(params)
-        for _ in range(2):
-            updates, state = update(grads, state, params)
-            for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params)):
-                assert u.dtype == dtype and u.shape == p.shape
-                assert np.all(np.isfinite(np.asarray(u, np.float32)))
-                if size == 0 and name != "scion_constrained":
-                    assert not np.any(np.asarray(u, np.float32))
+    params, opt = small(jnp.float16), build(name)
+    params["in"] = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params["in"])
+
+    def run(size):
+        grads = jax.tree.map(lambda p: jnp.full(p.shape, size, p.dtype), params)
+        step = lambda state, _: opt.update(grads, state, params)[::-1]
+        return jax.lax.scan(step, opt.init(params), None, length=2)[1]
+
+    found = jax.jit(jax.vmap(run))(np.array([0.0, 1e-6, 1e3], np.float32))
+    for u, p in zip(jax.tree.leaves(found), jax.tree.leaves(params)):
+        assert u.dtype == p.dtype and u.shape == (3, 2, *p.shape)
+        assert np.all(np.isfinite(np.asarray(u, np.float32)))
+        assert not np.any(np.asarray(u[0], np.float32))
 
 
 @every
 def test_scalars_empty_leaves_and_empty_trees(name):
-    params = {"s": jnp.ones(()), "e": jnp.zeros((0, 3)), "v": jnp.ones(3)}
+    params = {"s": np.ones((), np.float32), "e": np.zeros((0, 3), np.float32)}
     opt = build(name)
-    updates, _ = jax.jit(opt.update)(params, opt.init(params), params)
+    updates, _ = jax.jit(lambda p: opt.update(p, opt.init(p), p))(params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
     assert np.isfinite(updates["s"])
     updates, _ = opt.update({}, opt.init({}), {})
     assert updates == {}
 
 
-@every
+@each
 def test_works_in_a_chain_after_gradient_transforms(name):
-    params, grads = small(), jax.grad(loss)(small())
+    params, state = warm(name)
     opt = optax.chain(optax.clip_by_global_norm(0.1), build(name))
-    updates, _ = jax.jit(opt.update)(grads, opt.init(params), params)
-    clipped, _ = optax.clip_by_global_norm(0.1).update(grads, optax.EmptyState())
-    plain = build(name)
-    same(updates, jax.jit(plain.update)(clipped, plain.init(params), params)[0], rtol=1e-6)
     # Extra arguments of other members of a chain pass by.
-    opt.update(grads, opt.init(params), params, value=1.0, loss=2.0)
+    chained = jax.jit(lambda g, s, p: opt.update(g, s, p, value=1.0, loss=2.0))
+    updates, _ = chained(GRADS, (optax.EmptyState(), state), params)
+    size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(GRADS)))
+    clipped = jax.tree.map(lambda g: np.float32(0.1 / size) * g, GRADS)
+    same(updates, update(name)(clipped, state, params)[0], rtol=1e-5, atol=1e-7)
 
 
 @every
 def test_buffers_are_distinct_and_can_be_donated(name):
-    params = small()
-    opt = build(name)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state):
-        updates, state = opt.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    want, _ = train(opt, params, 3)[0]
+    opt, want = build(name), advance(name)(*start(name), 3)[0]
+    step = jax.jit(functools.partial(one_step, opt), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.array, small())
     state = opt.init(params)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, state))]
     assert len(set(pointers)) == len(pointers), "a buffer is shared and can't be donated twice"
@@ -245,7 +304,7 @@ def test_buffers_are_distinct_and_can_be_donated(name):
 def test_abstract_parameters_give_an_abstract_state(name):
     abstract = jax.eval_shape(small)
     state = jax.eval_shape(build(name).init, abstract)
-    real = build(name).init(small())
+    real = start(name)[1]
     assert jax.tree.structure(state) == jax.tree.structure(real)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(real)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -255,26 +314,14 @@ def test_abstract_parameters_give_an_abstract_state(name):
 def test_orbax_resumes_bit_for_bit(name, tmp_path):
     import orbax.checkpoint as ocp
 
-    opt = build(name)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = opt.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = small(), opt.init(small())
-    for _ in range(3):
-        params, state = step(params, state)
+    params, state = warm(name)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "three", (params, state))
+        checkpointer.save(tmp_path / "six", (params, state))
         checkpointer.wait_until_finished()
-        target = jax.eval_shape(lambda: (small(), opt.init(small())))
-        back, back_state = checkpointer.restore(tmp_path / "three", target)
+        target = jax.eval_shape(lambda: (small(), build(name).init(small())))
+        back, back_state = checkpointer.restore(tmp_path / "six", target)
     assert jax.tree.structure(back_state) == jax.tree.structure(state)  # NamedTuples came back
-    for _ in range(10):
-        params, state = step(params, state)
-        back, back_state = step(back, back_state)
-    identical((params, state), (back, back_state))
+    identical(advance(name)(params, state, 10), advance(name)(back, back_state, 10))
 
 
 @every
@@ -284,14 +331,3 @@ def test_integer_and_complex_parameters_are_refused(name):
     for leaf in (jnp.arange(3), jnp.ones(3, jnp.complex64)):
         with pytest.raises(ValueError, match=r"\['n'\].*expected a real floating-point array"):
             build(name).init({"n": leaf})
-
-
-@pytest.mark.parametrize("name", ["accelegrad_sharp", "accelegrad", "scion", "heavy_ball"])
-def test_gradients_flow_to_hyperparameters(name):
-    # Tuning by gradient: d(final loss)/d(hyperparameter) against a central difference.
-    _, key, value, _ = OPTIMIZERS[name]
-    final = jax.jit(lambda v: loss(train(build(name, **{key: v}), small(), 4)[0][0]))
-    slope = float(jax.grad(final)(jnp.float32(value)))
-    h = 0.01 * value
-    numeric = float((final(jnp.float32(value + h)) - final(jnp.float32(value - h))) / (2 * h))
-    np.testing.assert_allclose(slope, numeric, rtol=0.1)

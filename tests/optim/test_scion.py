@@ -40,52 +40,74 @@ def numpy_direction(name, g):
     return g / np.sqrt(np.mean(g**2)), np.sqrt(g.size) * np.linalg.norm(g)
 
 
+NUMBERS = {"learning_rate": 0.1, "momentum": 0.3}
+# No hyperparameter may freeze at its first value.
+SCHEDULES = {
+    "learning_rate": lambda t: 0.1 / (1 + 0.3 * t), "momentum": lambda t: 0.3 + 0.05 * t,
+    "clip": lambda t: 0.02 * (1 + t), "weight_decay": lambda t: 0.2 / (1 + 0.5 * t),
+}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("constrained", "clip", "scope", "decay"),
-    [(False, None, "layer", 0.0), (True, None, "layer", 0.0), (False, 0.1, "layer", 0.1),
-     (True, 0.02, "global", 0.0)],
+    "options",
+    [NUMBERS, NUMBERS | {"constrained": True}, NUMBERS | {"clip": 0.1, "weight_decay": 0.1},
+     SCHEDULES | {"mask": {k: k != "b" for k in SHAPES}},
+     SCHEDULES | {"constrained": True, "clip_scope": "global"}],
+    ids=["free", "constrained", "clipped", "schedules", "constrained schedules"],
 )
-def test_steps_are_the_formulas(constrained, clip, scope, decay):
+def test_steps_are_the_formulas(options):
+    at = lambda name, t, default: (
+        (lambda v: v(t) if callable(v) else v)(options.get(name, default)))
+    steps = 6
+    grads = [draw(t + 1) for t in range(steps)]
     with jax.enable_x64(True):
-        opt = scion(0.1, 0.3, SPECS, constrained=constrained, clip=clip, clip_scope=scope,
-                    weight_decay=decay)
-        x = jax.tree.map(jnp.asarray, draw(0))
-        want, d = draw(0), {k: np.zeros(s) for k, s in SHAPES.items()}
-        state, update = opt.init(x), jax.jit(opt.update)
-        for t in range(8):
-            g = draw(t + 1)
-            updates, state = update(jax.tree.map(jnp.asarray, g), state, x)
+        opt = scion(norm=SPECS, **options)
+
+        def step(carry, g):
+            x, state = carry
+            updates, state = opt.update(g, state, x)
             x = optax.apply_updates(x, updates)
-            d = {k: 0.7 * d[k] + 0.3 * g[k] for k in g}
-            found = {k: numpy_direction(k, d[k]) for k in d}
-            total = sum(SPECS[k].radius * found[k][1] for k in d)
-            for k, (direction, dual) in found.items():
-                share = 1.0 if clip is None else min(
-                    1.0, clip * (total if scope == "global" else dual))
-                pull = (0.1 * share if constrained else 0.0) + 0.1 * decay
-                want[k] = (1 - pull) * want[k] - 0.1 * share * SPECS[k].radius * direction
-                np.testing.assert_allclose(x[k], want[k], rtol=0, atol=1e-12)
+            return (x, state), x
+
+        stacked = {k: np.stack([g[k] for g in grads]) for k in SHAPES}
+        run = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[1])
+        points = run(draw(0), stacked)
+    want, d = draw(0), {k: np.zeros(s) for k, s in SHAPES.items()}
+    for t, g in enumerate(grads):
+        m, rate, clip = at("momentum", t, 0), at("learning_rate", t, 0), at("clip", t, None)
+        d = {k: (1 - m) * d[k] + m * g[k] for k in g}
+        found = {k: numpy_direction(k, d[k]) for k in d}
+        total = sum(SPECS[k].radius * found[k][1] for k in d)
+        for k, (direction, dual) in found.items():
+            share = 1.0 if clip is None else min(
+                1.0, clip * (total if "clip_scope" in options else dual))
+            decay = at("weight_decay", t, 0.0) * options.get("mask", {}).get(k, True)
+            pull = rate * share * options.get("constrained", False) + rate * decay
+            want[k] = (1 - pull) * want[k] - rate * share * SPECS[k].radius * direction
+            np.testing.assert_allclose(points[k][t], want[k], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_constrained_weights_never_leave_their_balls(clip):
-    params = scion_init(jax.random.key(0), {k: jnp.zeros(s) for k, s in SHAPES.items()}, SPECS)
-    opt = scion(0.3, 0.5, SPECS, constrained=True, clip=clip)
+def test_constrained_weights_never_leave_their_balls():
+    start = {k: jnp.zeros(s) for k, s in SHAPES.items()}
+    params = jax.jit(lambda p: scion_init(jax.random.key(0), p, SPECS))(start)
+    rng = np.random.default_rng(1)
+    grads = {k: rng.standard_normal((50, *s)).astype(np.float32) for k, s in SHAPES.items()}
 
-    def step(carry, key):
-        x, state = carry
-        leaves, treedef = jax.tree.flatten(x)
-        g = jax.tree.unflatten(treedef, [
-            jax.random.normal(jax.random.fold_in(key, i), leaf.shape)
-            for i, leaf in enumerate(leaves)])
-        updates, state = opt.update(g, state, x)
-        x = optax.apply_updates(x, updates)
-        return (x, state), jnp.stack([norm(SPECS[k], x[k]) / SPECS[k].radius for k in x])
+    def run(params, grads, clip):
+        opt = scion(0.3, 0.5, SPECS, constrained=True, clip=clip)
 
-    sizes = jax.lax.scan(step, (params, opt.init(params)),
-                         jax.random.split(jax.random.key(1), 50))[1]
-    assert float(sizes.max()) <= 1 + 1e-5 and float(sizes.max()) > 0.5
+        def step(carry, g):
+            x, state = carry
+            updates, state = opt.update(g, state, x)
+            x = optax.apply_updates(x, updates)
+            return (x, state), jnp.stack([norm(SPECS[k], x[k]) / SPECS[k].radius for k in x])
+
+        return jax.lax.scan(step, (params, opt.init(params)), grads)[1]
+
+    # A huge s never clips.
+    sizes = jax.jit(jax.vmap(run, (None, None, 0)))(params, grads, jnp.array([1e9, 0.5]))
+    assert np.all(sizes.max((1, 2)) <= 1 + 1e-5) and np.all(sizes.max((1, 2)) > 0.5)
 
 
 @pytest.mark.parametrize("constrained", [False, True])
@@ -102,8 +124,8 @@ def test_fifty_steps_equal_a_peers(constrained):
         "bias": NormSpec("rms", 2.0),
     }
     axes = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
-    ours = lambda a, lead=0: jnp.asarray(a.transpose(
-        *range(lead), *(lead + i for i in axes[a.ndim - lead])))
+    ours = lambda a, lead=0: a.transpose(
+        *range(lead), *(lead + i for i in axes[a.ndim - lead]))
     with jax.enable_x64(True):
         x = {k: ours(data[f"start/{k}"]) for k in specs}
         grads = {k: ours(data[f"grads/{k}"], 1) for k in specs}
@@ -114,7 +136,7 @@ def test_fifty_steps_equal_a_peers(constrained):
             updates, state = opt.update(g, state, x)
             return (optax.apply_updates(x, updates), state), None
 
-        (x, _), _ = jax.lax.scan(step, (x, opt.init(x)), grads)
+        x = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[0][0])(x, grads)
         name = "constrained" if constrained else "unconstrained"
         for k in specs:
             np.testing.assert_allclose(x[k], ours(data[f"{name}/{k}"]), rtol=0, atol=1e-6)
@@ -123,16 +145,24 @@ def test_fifty_steps_equal_a_peers(constrained):
 def test_initial_weights_lie_on_their_spheres():
     params = {k: jnp.ones(s, jnp.bfloat16 if k == "h" else jnp.float32)
               for k, s in SHAPES.items()}
-    start = scion_init(jax.random.key(0), params, SPECS)
+    layers = {"stacked": jnp.zeros((3, 4, 6)), "alike": jnp.zeros((4, 6))}
+    build = jax.jit(lambda key, p, layers: (
+        scion_init(key, p, SPECS), scion_init(key, layers, SPECS["w"])))
+    start, layers = build(jax.random.key(0), params, layers)
     for k in SHAPES:
         assert start[k].dtype == params[k].dtype
-        expected = 1.0 if k == "b" else SPECS[k].radius
-        np.testing.assert_allclose(norm(SPECS[k], start[k]), expected, rtol=0.01)
-    sigma = np.linalg.svd(start["w"], compute_uv=False)
-    np.testing.assert_allclose(sigma, 2 * np.sqrt(6 / 4), rtol=1e-5)
-    np.testing.assert_array_equal(start["b"], 1.0)  # vectors stay as they are
-    stacked = scion_init(jax.random.key(0), {"w": jnp.zeros((3, 4, 6))}, SPECS["w"])["w"]
-    assert np.abs(stacked[0] - stacked[1]).max() > 0.1
+    ones = {"h": np.abs(np.asarray(start["h"], np.float32)) * 6 / 5,
+            "e": np.linalg.norm(start["e"], axis=1) / 2 / 0.5,
+            "o": np.linalg.norm(start["o"], axis=0) * 2,
+            "w": np.linalg.svd(start["w"], compute_uv=False) / (2 * np.sqrt(6 / 4)),
+            "b": start["b"]}  # vectors stay as they are
+    for k, size in ones.items():
+        np.testing.assert_allclose(size, 1.0, rtol=0.01 if k == "h" else 1e-5)
+    # Layers of one shape do not start alike, whether stacked or apart.
+    matrices = [*layers["stacked"], layers["alike"]]
+    for i, a in enumerate(matrices):
+        np.testing.assert_allclose(np.linalg.svd(a)[1], 2 * np.sqrt(6 / 4), rtol=1e-5)
+        assert all(np.abs(a - b).max() > 0.1 for b in matrices[:i])
 
 
 def test_lmo_piece_in_a_chain_is_unconstrained_scion():
@@ -141,12 +171,19 @@ def test_lmo_piece_in_a_chain_is_unconstrained_scion():
                         optax.scale_by_learning_rate(0.1))
     whole = scion(0.1, 0.3, SPECS, clip=0.1)
     a, b = chain.init(params), whole.init(params)
+    update = jax.jit(lambda g, a, b: (*chain.update(g, a), *whole.update(g, b, params)))
     for t in range(3):
         g = {k: jnp.asarray(v, jnp.float32) for k, v in draw(t + 1).items()}
-        ua, a = jax.jit(chain.update)(g, a)
-        ub, b = jax.jit(whole.update)(g, b, params)
+        ua, a, ub, b = update(g, a, b)
         for k in g:
             np.testing.assert_allclose(ua[k], ub[k], atol=2e-6)
+
+
+def test_parameters_may_be_python_numbers():
+    params = {"a": 1.0, "b": -2.0}
+    opt = scion(0.1, 1.0, "linf")
+    updates, _ = opt.update(params, opt.init(params), params)
+    np.testing.assert_allclose([updates["a"], updates["b"]], [-0.1, 0.1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
