@@ -17,11 +17,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fadex.core.checks import check_choice, check_int, check_real
+from fadex.core.checks import check_choice, check_int, check_real, is_concrete
 
 # p with p(1) = 1 and p'(1) = p''(1) = 0: what every rule tends to once converged.
 LIMIT = (15 / 8, -10 / 8, 3 / 8)
@@ -146,8 +145,11 @@ def resolve_coefficients(coefficients: Any, steps: int | None) -> Any:
     if isinstance(coefficients, str):
         check_choice("coefficients", coefficients, PRESETS)
         return _preset(coefficients, steps or _DEFAULT_STEPS[coefficients])
-    if not isinstance(coefficients, jax.Array):
+    # Only what is traced stays with JAX: kernels are built around numbers.
+    if is_concrete(coefficients):
         coefficients = np.asarray(coefficients, np.float64)
+    elif not jnp.issubdtype(coefficients.dtype, jnp.floating):
+        coefficients = coefficients.astype(jnp.result_type(float))
     shape = coefficients.shape
     if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
         raise ValueError(f"coefficients: expected a name or shape [k, 3] or [3], got {shape}")
