@@ -76,7 +76,7 @@ def second_moment_rate(
     r"""Exact rate of :math:`\mathbb E\|e_t\|^2` for Gaussian rows: the map's spectral radius.
 
     The method is stable in mean square exactly when the rate is below 1. Everything but
-    ``style`` may be traced.
+    ``style`` may be traced, and has derivatives (of the root, by the implicit function theorem).
 
     Args:
       lam: ``[d]``, eigenvalues of ``H``, >= 0; zeros are left out, as no step moves there.
@@ -113,25 +113,39 @@ def second_moment_rate(
     noise = eta**2 * lam**2 / batch_size
 
     disc = p * p / 4 + q
-    radius = jnp.where(disc > 0, jnp.abs(p) / 2 + jnp.sqrt(jnp.maximum(disc, 0)),
-                       jnp.sqrt(jnp.abs(q)))
+    real = disc > 0
+    # The squared modulus, by branch, so that neither derivative meets a root of zero.
+    radius = jnp.abs(p) / 2 + jnp.sqrt(jnp.where(real, disc, 1))
+    square = jnp.where(real, radius**2, jnp.abs(q))
     seen = lam > 0
-    low = jnp.max(jnp.where(seen, radius**2, 0))
+    low = jnp.max(jnp.where(seen, square, 0))
     # The largest absolute row sum of the whole map.
     rows = jnp.abs(p) + jnp.abs(q)
     coupling = gain * (noise + eta**2 * lam * jnp.sum(lam) / batch_size)
     high = jnp.maximum(jnp.max(jnp.maximum(rows**2 + coupling, rows)), 1.0)
 
+    def secular(z):
+        """The sum over modes, and whether ``z`` lies beyond all of its poles."""
+        numerator, denominator = _mode_polynomials(z, p, q, beta, style)
+        slack = jnp.where(seen, denominator - noise * numerator, 1)
+        return jnp.sum(noise * numerator / jnp.where(slack > 0, slack, 1)), jnp.all(slack > 0)
+
     def halve(_, bracket):
         low, high = bracket
         z = (low + high) / 2
-        numerator, denominator = _mode_polynomials(z, p, q, beta, style)
-        slack = jnp.where(seen, denominator - noise * numerator, 1)
-        total = jnp.sum(noise * numerator / jnp.where(slack > 0, slack, 1))
-        beyond = jnp.all(slack > 0) & (total < 1)
+        total, regular = secular(z)
+        beyond = regular & (total < 1)
         return jnp.where(beyond, low, z), jnp.where(beyond, z, high)
 
-    return jax.lax.fori_loop(0, _HALVINGS, halve, (low, high))[1]
+    def excess(z):
+        # Without noise there is no equation, and the rate is the noiseless one.
+        return jnp.where(jnp.any(noise > 0), secular(z)[0] - 1, z - low)
+
+    def bisect(_, start):
+        return jax.lax.fori_loop(0, _HALVINGS, halve, (start, high))[1]
+
+    # Derivatives by the implicit function theorem: bisection has none.
+    return jax.lax.custom_root(excess, low, bisect, lambda slope, y: y / slope(jnp.ones_like(y)))
 
 
 def second_moment_rate_rows(

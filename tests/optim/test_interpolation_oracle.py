@@ -176,6 +176,26 @@ def test_closed_forms():
         steps_per_efold(jnp.array([np.exp(-2), 1.0, 3.0])), [1, np.inf, np.inf])
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_derivatives_equal_finite_differences(style):
+    # At the second point one of the two modes does not oscillate; at the third there is no noise,
+    # and the rate is that of the slower mode; zeros in the spectrum count for nothing.
+    points = np.array([[1.0, 0.3, 0.0, 0.3, 0.5, 4], [1.0, 0.01, 0.0, 0.3, 0.3, 8],
+                       [1.0, 0.5, 0.0, 0.3, 0.5, np.inf]])
+    f = lambda x: second_moment_rate(x[:3], x[3], x[4], x[5], style)
+    slopes = jax.jit(jax.vmap(jax.grad(f)))(points)
+    forward = jax.jit(jax.vmap(jax.jacfwd(f)))(points)
+    steps = 1e-6 * np.eye(6)[[0, 1, 3, 4, 5]]
+    around = points[:, None, None] + np.stack([steps, -steps], 1)
+    found = np.asarray(jax.jit(jax.vmap(jax.vmap(jax.vmap(f))))(around))
+    expected = (found[..., 0] - found[..., 1]) / 2e-6
+    np.testing.assert_allclose(slopes[:, [0, 1, 3, 4, 5]], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(forward, slopes, rtol=1e-9, atol=1e-12)
+    if style == "heavy_ball":
+        np.testing.assert_allclose(slopes[0, 3:5], [-0.541, -0.239], atol=5e-4)
+        np.testing.assert_allclose(slopes[2, 3:5], [0, 1], atol=1e-9)  # the rate is beta
+
+
 @pytest.mark.parametrize(("name", "steps"), [
     ("geo", (3280, 818, 195, 71, 49, 46)),
     ("flat", (19002, 4750, 1186, 291, 90, 51)),
