@@ -48,7 +48,8 @@ def coordinate_descent(
     :func:`~fadex.optim.kaczmarz`; works under ``vmap`` over keys.
 
     Args:
-      M: ``[d, d]``, symmetric positive definite; only its diagonal is checked.
+      M: ``[d, d]``, symmetric positive definite; unless it is traced, its diagonal is checked, and
+        its symmetry to half of the dtype's digits.
       c: ``[d]``.
       key: from which coordinates are drawn, with replacement.
       batch_size: ``B``, >= 1; 1 is the classical method with exact minimisation along ``e_i``.
@@ -59,7 +60,8 @@ def coordinate_descent(
       An :class:`~fadex.optim.InterpolationResult`.
 
     Raises:
-      ValueError, TypeError: as :func:`~fadex.optim.kaczmarz`, or a diagonal that is not positive.
+      ValueError, TypeError: as :func:`~fadex.optim.kaczmarz`, a diagonal that is not positive, or
+        a matrix that is not symmetric.
 
     Source: Leventhal and Lewis 2010 for ``B = 1``; momentum for ``B > 1`` reconstructed from the
     abstract of arXiv 2605.18609.
@@ -78,6 +80,8 @@ def coordinate_descent(
     d = M.shape[0]
     check_shape("M", M, (d, d))
     check_shape("c", c, (d,))
+    if d == 0:
+        raise ValueError("M: expected at least one row and one column, got shape (0, 0)")
     check_choice("style", style, STYLES)
     check_int("batch_size", batch_size, minimum=1)
     dtype = jnp.result_type(M, c, jnp.float32)
@@ -88,6 +92,13 @@ def coordinate_descent(
     if is_concrete(diagonal) and not np.all(np.asarray(diagonal) > 0):
         raise ValueError("M: expected a positive diagonal, got the smallest entry "
                          f"{float(np.min(diagonal))}")
+    if is_concrete(M):
+        dense = np.asarray(M)
+        dense = dense / np.max(np.abs(dense))
+        gap = np.max(np.abs(dense - dense.T))  # NaN passes, and shows in the result
+        if gap > np.sqrt(jnp.finfo(dtype).eps):
+            raise ValueError("M: expected a symmetric matrix, got entries that differ from their "
+                             f"mirror image by {gap:.3g} of the largest")
     x0 = jnp.zeros(d, dtype) if x0 is None else jnp.asarray(x0, dtype)
     check_shape("x0", x0, (d,))
 

@@ -41,8 +41,9 @@ class InterpolationResult(NamedTuple):
 
 
 def spectrum_ends(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest and smallest non-zero eigenvalue of a positive semidefinite matrix."""
+    """Largest and smallest non-zero eigenvalue of a positive semidefinite matrix; 1 for zero."""
     values = jnp.linalg.eigvalsh(gram)
+    values = jnp.where(values[-1] == 0, 1, values)
     floor = gram.shape[0] * jnp.finfo(gram.dtype).eps * values[-1]
     return values[-1], jnp.min(jnp.where(values > floor, values, jnp.inf))
 
@@ -128,6 +129,9 @@ def _system(matrix, target, x0, names):
     """Arrays of one floating dtype, shapes checked."""
     matrix, target = jnp.asarray(matrix), jnp.asarray(target)
     check_shape(names[0], matrix, (None, None))
+    if 0 in matrix.shape:
+        raise ValueError(f"{names[0]}: expected at least one row and one column, got shape "
+                         f"{matrix.shape}")
     check_shape(names[1], target, (matrix.shape[0],))
     dtype = jnp.result_type(matrix, target, jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -147,6 +151,27 @@ def sampler(weights: jax.Array) -> Callable[[jax.Array, tuple[int, ...]], jax.Ar
         return jnp.minimum(jnp.searchsorted(cumulative, u, side="right"), last)
 
     return draw
+
+
+def _normalised(A: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows of norm 1 or 0, their targets, and the rows' norms in units of the largest entry.
+
+    Each row is divided by its largest entry first, so that no square over- or underflows.
+    """
+    tops = jnp.max(jnp.abs(A), axis=1)
+    used = tops != 0  # and not > 0: a NaN is no zero
+    # As in polar_factor: reciprocals stay normal numbers.
+    shrink = jnp.where(tops > 1, 2.0**-40, 1.0).astype(A.dtype)
+    divisor = jnp.where(used, tops * shrink, 1)
+    rows = A * shrink[:, None] / divisor[:, None]
+    lengths = jnp.where(used, jnp.linalg.norm(rows, axis=1), 1)
+    top = jnp.max(tops)
+    shrink_all = jnp.where(top > 1, 2.0**-40, 1.0).astype(A.dtype)
+    norms = lengths * (tops * shrink_all / jnp.where(top == 0, 1, top * shrink_all))
+    targets = jnp.where(used, b * shrink / divisor / lengths, 0)
+    # No row is drawn by probabilities that are not finite: let every step show it.
+    targets = targets + jnp.where(jnp.isfinite(jnp.sum(norms)), 0, jnp.nan)
+    return rows / lengths[:, None], targets, norms
 
 
 def minibatch_least_squares(
@@ -241,9 +266,10 @@ def kaczmarz(
     .. math:: x_{t+1} = y_t + \frac{\eta}{B} \sum_{i} \frac{b_i - a_i^\top y_t}{\|a_i\|^2} a_i +
        \ldots, \qquad \Pr(i) = \|a_i\|^2 / \|A\|_F^2
 
-    as in the module's formulas. From ``x0 = 0`` it goes to the solution of least norm. Rows of
-    zeros are never drawn. Jittable with ``batch_size, momentum`` (if a string), ``style,
-    num_steps, every`` and ``record`` static; works under ``vmap`` over keys.
+    as in the module's formulas. From ``x0 = 0`` it goes to the solution of least norm. The scale
+    of ``A`` does not matter. Rows of zeros are never drawn (``A = 0`` gives ``x0``), and one NaN
+    or infinity in ``A`` makes ``x`` NaN. Jittable with ``batch_size, momentum`` (if a string),
+    ``style, num_steps, every`` and ``record`` static; works under ``vmap`` over keys.
 
     Args:
       A: ``[m, d]``; ``b``: ``[m]``.
@@ -278,14 +304,12 @@ def kaczmarz(
       [1. 1. 1. 1.]
     """
     A, b, x0 = _system(A, b, x0, ("A", "b"))
-    norms = jnp.linalg.norm(A, axis=1)
-    used = norms > 0
-    scale = jnp.where(used, 1 / jnp.where(used, norms, 1), 0)
-    unit = A / jnp.linalg.norm(norms)
+    rows, targets, norms = _normalised(A, b)
+    total = jnp.linalg.norm(norms)
+    unit = rows * (norms / jnp.where(total == 0, 1, total))[:, None]
     gram = unit.T @ unit if A.shape[1] <= A.shape[0] else unit @ unit.T
     return minibatch_least_squares(
-        A * scale[:, None], b * scale, key, batch_size=check_int("batch_size", batch_size,
-                                                                 minimum=1),
+        rows, targets, key, batch_size=check_int("batch_size", batch_size, minimum=1),
         momentum=choose_momentum(momentum, gram, batch_size, check_choice("style", style, STYLES)),
         style=style, num_steps=num_steps, probabilities=norms**2, x0=x0, indices=indices,
         record=record, every=every,

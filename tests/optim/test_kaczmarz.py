@@ -116,6 +116,27 @@ def test_fewer_equations_than_unknowns_give_the_solution_of_least_norm():
     np.testing.assert_allclose(out.x, np.linalg.pinv(A, rcond=1e-5) @ b, atol=2e-5)
 
 
+def test_scale_zero_and_nan_of_the_matrix():
+    rng = np.random.default_rng(2)
+    A, x = rng.standard_normal((8, 3)), rng.standard_normal(3)
+    scales = np.array([1e-34, 1e-20, 1, 1e20, 1e37])[:, None, None]
+    # Rows of very different sizes (the last is never drawn), zero, and one bad entry.
+    uneven = A * np.r_[np.ones(7), 1e-25][:, None]
+    bad = np.stack([A] * 2)
+    bad[:, 0, 1] = np.nan, np.inf
+    matrices = np.concatenate([A * scales, uneven[None], 0 * A[None], bad]).astype(np.float32)
+    targets = np.concatenate([A * scales, uneven[None], 0 * A[None], A[None], A[None]]) @ x
+    x0 = jnp.array([1.0, 2.0, 3.0])
+    for batch_size, momentum in ((1, "auto"), (2, "auto"), (2, None)):
+        f = jax.jit(jax.vmap(lambda A, b: kaczmarz(
+            A, b, jax.random.key(0), batch_size=batch_size, momentum=momentum, num_steps=600,
+            x0=x0).x))
+        out = np.asarray(f(matrices, np.float32(targets)))
+        np.testing.assert_allclose(out[:6], np.tile(x, (6, 1)), rtol=1e-4)
+        np.testing.assert_array_equal(out[6], x0)
+        assert np.isnan(out[7:]).all()
+
+
 @pytest.fixture(scope="module")
 def steps_to_tolerance():
     """``f(batch_size, momentum, style, limit)``: median steps of 6 runs to an error of 1e-3."""
@@ -198,8 +219,13 @@ def test_errors_name_the_argument():
         (lambda: kaczmarz(A, b, key, num_steps=3, x0=np.ones(2)), "x0: expected shape"),
         (lambda: kaczmarz(A, b, key, num_steps=3, record=itself, every=4), "every: must be <="),
         (lambda: kaczmarz(A, b, num_steps=3, indices=np.zeros((2, 1), int)), "indices: expected"),
+        (lambda: kaczmarz(A[:0], b[:0], key, num_steps=3), r"A: expected at least one.*\(0, 3\)"),
+        (lambda: kaczmarz(A[:, :0], b, key, num_steps=3), r"A: expected at least one.*\(3, 0\)"),
         (lambda: kaczmarz(A * 1j, b, key, num_steps=3), "A: expected real numbers"),
         (lambda: coordinate_descent(-A, b, key, num_steps=3), "M: expected a positive diagonal"),
+        (lambda: coordinate_descent(A + np.eye(3, k=1), b, key, num_steps=3),
+         "M: expected a symmetric matrix"),
+        (lambda: coordinate_descent(A[:0, :0], b[:0], key, num_steps=3), "M: expected at least"),
         (lambda: coordinate_descent(A[:2], b, key, num_steps=3), "M: expected shape"),
         (lambda: minibatch_least_squares(A, b, key, batch_size=1, momentum=0.9, num_steps=3),
          "momentum: expected a Momentum"),
