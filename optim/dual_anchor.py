@@ -27,7 +27,13 @@ import numpy as np
 import optax
 
 from fadex.core.checks import check_choice, check_int, check_real
-from fadex.optim.common import check_hyperparameter, check_leaves, zeros_in_state
+from fadex.optim.common import (
+    _STATIC,
+    check_dtype,
+    check_hyperparameter,
+    check_leaves,
+    zeros_in_state,
+)
 
 
 class DualAnchorState(NamedTuple):
@@ -79,13 +85,15 @@ def dual_anchor(
       ``optax.GradientTransformationExtraArgs`` that emits a displacement: nothing may scale it
       afterwards, so it stands *last* in a chain, behind transformations of the gradient only.
       One copy of the parameters, found by ``optax.tree.get(state, "dual_anchor")``. For
-      ``optax.inject_hyperparams`` name ``num_steps`` in ``static_args``. Low-precision
-      parameters round each displacement: keep float32 ones where the last digits count.
+      ``optax.inject_hyperparams`` name ``num_steps``, and ``sign`` and ``state_dtype`` where they
+      are given, in ``static_args``. Updates have the dtype of the parameters where these are
+      passed, else that of the gradients. Low-precision parameters round each displacement: keep
+      float32 ones where the last digits count.
 
     Raises:
       ValueError: a schedule as learning rate, ``num_steps`` below 2, a sign that is neither 1 nor
         -1, or an unknown restart.
-      TypeError: ``num_steps`` that is not an integer.
+      TypeError: ``num_steps`` that is not an integer, ``sign`` of arrays, or no dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -103,14 +111,17 @@ def dual_anchor(
     check_hyperparameter(
         "learning_rate", learning_rate, minimum=0.0, exclusive=True, schedule=False
     )
+    if isinstance(num_steps, (jax.Array, np.ndarray)):
+        raise TypeError(f"num_steps: expected an integer, got {num_steps!r}{_STATIC}")
+    check_dtype("state_dtype", state_dtype)
     horizon = check_int("num_steps", num_steps, minimum=2)
     check_choice("restart", restart, ("none", "repeat"))
     for path, value in jax.tree_util.tree_leaves_with_path(sign):
+        expected = f"sign{jax.tree_util.keystr(path)}: expected 1 (descent) or -1 (ascent)"
+        if isinstance(value, (jax.Array, np.ndarray)):
+            raise TypeError(f"{expected}, got {value!r}{_STATIC}")
         if value not in (1, -1):
-            raise ValueError(
-                f"sign{jax.tree_util.keystr(path)}: expected 1 (descent) or -1 (ascent), "
-                f"got {value!r}"
-            )
+            raise ValueError(f"{expected}, got {value!r}")
 
     def init_fn(params: Any) -> DualAnchorState:
         check_leaves("params", params)
@@ -120,6 +131,7 @@ def dual_anchor(
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
+        updates = jax.tree.map(jnp.asarray, updates)
         k, anchor = state
         like = updates if params is None else params
         signs = jax.tree.broadcast(1 if sign is None else sign, updates)
@@ -134,7 +146,7 @@ def dual_anchor(
             return z + (s - z) / left.astype(z.dtype)
 
         new = jax.tree.map(average, anchor, step)
-        out = jax.tree.map(lambda s, z, p: (s - z).astype(p.dtype), step, new, like)
+        out = jax.tree.map(lambda s, z, p: (s - z).astype(jnp.result_type(p)), step, new, like)
         if restart == "repeat":
             last = k == horizon - 2
             count = jnp.where(last, 0, k + 1)

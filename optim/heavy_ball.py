@@ -18,6 +18,7 @@ from fadex.core.checks import check_choice
 from fadex.optim.common import (
     ScalarOrSchedule,
     at,
+    check_dtype,
     check_hyperparameter,
     check_leaves,
     zeros_in_state,
@@ -65,6 +66,7 @@ def scale_by_heavy_ball(
     """
     check_choice("style", style, STYLES)
     check_decay("decay", decay)
+    check_dtype("accumulator_dtype", accumulator_dtype)
     if guard is not None:
         check_hyperparameter("guard", guard, minimum=1.0, exclusive=True, schedule=False)
 
@@ -77,7 +79,9 @@ def scale_by_heavy_ball(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
+        updates = jax.tree.map(jnp.asarray, updates)
+        like = updates if params is None else params
         count, momentum, mean = state
         beta = at(decay, count)
         gain = 1 - beta if style == "ema" else 1.0
@@ -89,7 +93,7 @@ def scale_by_heavy_ball(
         fresh = jax.tree.map(lambda g: gain * (factor * work(g)), updates)
         new = jax.tree.map(lambda g, m: beta * work(m) + g, fresh, momentum)
         out = jax.tree.map(lambda g, m: beta * m + g, fresh, new) if nesterov else new
-        out = jax.tree.map(lambda x, g: x.astype(g.dtype), out, updates)
+        out = jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), out, like)
         new = jax.tree.map(lambda x, m: x.astype(m.dtype), new, momentum)
         return out, HeavyBallState(optax.safe_increment(count), new, mean)
 
@@ -145,10 +149,13 @@ def heavy_ball(
 
     Returns:
       ``optax.GradientTransformationExtraArgs``. State: the momentum and two scalars, found by
-      ``optax.tree.get(state, "momentum")`` and ``"guard_norm"``.
+      ``optax.tree.get(state, "momentum")`` and ``"guard_norm"``. Updates have the dtype of the
+      parameters where these are passed, else that of the gradients.
 
     Raises:
       ValueError: a number out of its range, an unknown style, or params that are not real.
+      TypeError: no dtype (name ``accumulator_dtype`` in the ``static_args`` of
+        ``inject_hyperparams``).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

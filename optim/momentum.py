@@ -23,6 +23,7 @@ abstract; the rule is a reconstruction, derived from exact second moments
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +31,18 @@ import jax.numpy as jnp
 import optax
 
 from fadex.core.checks import check_choice
+from fadex.core.pytree import flatten_with_paths, map_with_path
 from fadex.optim.common import (
     ScalarOrSchedule,
     at,
+    check_dtype,
     check_hyperparameter,
     check_leaves,
     state_dtype_of,
     zeros_in_state,
 )
 from fadex.optim.interpolation_oracle import STYLES
+from fadex.optim.river import check_decay
 
 # Largest eta * lambda_max without noise, in the limit of beta -> 0 and beta -> 1.
 _CURVATURE_LIMITS = {"heavy_ball": 2.0, "nesterov": 4.0 / 3.0}
@@ -68,6 +72,8 @@ def _check_rule(batch_size, row_norm_bound, lmax, mu, style, c, s, min_decay, sc
     check_hyperparameter("lmax", lmax, **positive)
     if mu is not None:
         check_hyperparameter("mu", mu, **positive)
+        if isinstance(mu, numbers.Real) and isinstance(lmax, numbers.Real) and mu > lmax:
+            raise ValueError(f"mu: must be <= lmax = {lmax}, got {mu!r}")
     check_hyperparameter("c", c, maximum=2.0, **positive)
     check_hyperparameter("s", s, maximum=_CURVATURE_LIMITS[style], **positive)
     check_hyperparameter("min_decay", min_decay, minimum=0.0, maximum=1.0, schedule=schedule)
@@ -98,7 +104,8 @@ def interpolation_momentum(
         bounded ones, ``trace(H) + 2 lmax`` for Gaussian ones; for a network see
         :func:`~fadex.optim.curvature_from_rows`.
       lmax: largest eigenvalue of the Hessian of the mean loss.
-      mu: smallest (non-zero) one, if known. Above the saturation batch size it sets the momentum.
+      mu: smallest (non-zero) one, if known, <= ``lmax``. Above the saturation batch size it sets
+        the momentum.
       style: ``"heavy_ball"`` or ``"nesterov"``; the rule is the same, its limits differ.
       c: how much of the noise limit to use, in (0, 2); heavy ball is stable while about
         ``c < 2 - s/(1 + beta)``, which is 1.5 at worst for ``s = 1/2``. The default 4/3 is a third
@@ -181,10 +188,13 @@ def scale_momentum(
       >>> [round(float(scale_momentum(0.5, 16, b)), 4) for b in (8, 16, 64, 4096)]
       [0.0, 0.5, 0.875, 0.99]
     """
-    check_hyperparameter("decay", decay, minimum=0.0, maximum=1.0, schedule=False)
+    check_hyperparameter("decay", decay, schedule=False)
+    check_decay("decay", decay)
     check_hyperparameter("batch_size", batch_size, minimum=1.0, schedule=False)
     check_hyperparameter("new_batch_size", new_batch_size, minimum=1.0, schedule=False)
     check_hyperparameter("min_decay", min_decay, minimum=0.0, maximum=1.0, schedule=False)
+    if isinstance(min_decay, numbers.Real) and min_decay == 0:
+        raise ValueError(f"min_decay: must lie in (0, 1], got {min_decay!r}")
     decay = jnp.asarray(decay, jnp.result_type(float))
     return 1 - jnp.clip((1 - decay) * batch_size / new_batch_size, min_decay, 1.0)
 
@@ -216,10 +226,12 @@ def sgd_momentum(
       velocity_dtype: dtype of the velocity; by default that of the parameter, at least float32.
 
     Returns:
-      A transform with the state :class:`SGDMomentumState`, 4 bytes a parameter.
+      A transform with the state :class:`SGDMomentumState`, 4 bytes a parameter. Updates have the
+      dtype of the parameters where these are passed, else that of the gradients.
 
     Raises:
-      ValueError, TypeError: a Python number out of range, an unknown ``style``, or (at init)
+      ValueError, TypeError: a Python number out of range, an unknown ``style``, no dtype (name
+        ``velocity_dtype`` in the ``static_args`` of ``inject_hyperparams``), or (at init)
         parameters that are not real floating-point arrays.
 
     Source: Polyak 1964; Nesterov 1983.
@@ -244,6 +256,7 @@ def sgd_momentum(
 
 def _momentum_transform(hyperparameters, style, velocity_dtype):
     """The transform; ``hyperparameters(count)`` is the pair ``(learning rate, decay)``."""
+    check_dtype("velocity_dtype", velocity_dtype)
     scalar = jnp.result_type(float)
 
     def init_fn(params):
@@ -253,7 +266,9 @@ def _momentum_transform(hyperparameters, style, velocity_dtype):
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
+        updates = jax.tree.map(jnp.asarray, updates)
+        like = updates if params is None else params
         eta, beta = hyperparameters(state.count)
         eta, beta = jnp.asarray(eta), jnp.asarray(beta)
         # With Nesterov the last step ended `lookahead` velocities ahead of x_t.
@@ -271,7 +286,7 @@ def _momentum_transform(hyperparameters, style, velocity_dtype):
             lookahead = beta.astype(state.lookahead.dtype)
         else:
             move, lookahead = velocity, state.lookahead
-        move = jax.tree.map(lambda u, g: u.astype(g.dtype), move, updates)
+        move = jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), move, like)
         return move, SGDMomentumState(
             optax.safe_increment(state.count), lookahead, velocity
         )
@@ -339,14 +354,15 @@ def momentum_eval_params(state: Any, params: Any) -> Any:
 
     Args:
       state: an :class:`SGDMomentumState`, or any optimizer state that holds exactly one
-        (``chain``, ``masked``, ``inject_hyperparams``, ``MultiSteps``).
+        (``chain``, ``masked``, ``inject_hyperparams``, ``MultiSteps``, ``flax.nnx.Optimizer``'s
+        ``opt_state``). Leaves are matched by their paths.
       params: the parameters that belong to ``state``.
 
     Returns:
       A tree like ``params``; masked leaves are those of ``params``.
 
     Raises:
-      ValueError: ``state`` holds no momentum, or more than one.
+      ValueError: ``state`` holds no momentum, or more than one, or one of other parameters.
 
     Source: the change of variables of Nesterov's method, as in ``optax.sgd(nesterov=True)``.
 
@@ -365,13 +381,17 @@ def momentum_eval_params(state: Any, params: Any) -> Any:
     if len(found) != 1:
         raise ValueError(f"state: expected exactly one SGDMomentumState in it, found {len(found)}")
 
-    def back(v, p):
-        if isinstance(v, optax.MaskedNode):
-            return p
-        dtype = state_dtype_of(p)
-        return (p.astype(dtype) - found[0].lookahead.astype(dtype) * v.astype(dtype)).astype(
-            p.dtype)
+    velocity = flatten_with_paths(found[0].velocity)
+    foreign = sorted(velocity.keys() - flatten_with_paths(params).keys())
+    if foreign:
+        raise ValueError(f"params: has no leaf {foreign[0]!r}, which the state holds a velocity of")
+    lookahead = jnp.asarray(found[0].lookahead)
 
-    return jax.tree.map(
-        back, found[0].velocity, params, is_leaf=lambda v: isinstance(v, optax.MaskedNode)
-    )
+    def back(path, leaf):
+        if path not in velocity:
+            return leaf
+        p, v = jnp.asarray(leaf), jnp.asarray(velocity[path])
+        dtype = state_dtype_of(p)
+        return (p.astype(dtype) - lookahead.astype(dtype) * v.astype(dtype)).astype(p.dtype)
+
+    return map_with_path(back, params)

@@ -127,20 +127,21 @@ def oscillation_monitor(decay: Any = 0.9) -> optax.GradientTransformationExtraAr
         check_leaves("params", params)
         return OscillationState(
             jnp.zeros((), jnp.int32),
-            jax.tree.map(lambda p: zeros_in_state(p, p.dtype), params),
+            jax.tree.map(lambda p: zeros_in_state(p, jnp.result_type(p)), params),
             jnp.zeros((), jnp.float32),
         )
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
         pairs = state.count.astype(jnp.float32)  # this one included
-        now = oscillation_index(updates, state.previous_gradient).astype(jnp.float32)
+        gradient = jax.tree.map(jnp.asarray, updates)
+        now = oscillation_index(gradient, state.previous_gradient).astype(jnp.float32)
         d = jnp.asarray(at(decay, state.count), jnp.float32)
         weight = (1 - d) / (1 - d ** jnp.maximum(pairs, 1.0))
         mean = state.oscillation_index
         mean = jnp.where(pairs == 0, mean, mean + weight * (now - mean))
         previous = jax.tree.map(
-            lambda g, p: g.astype(p.dtype), updates, state.previous_gradient
+            lambda g, p: g.astype(p.dtype), gradient, state.previous_gradient
         )
         count = optax.safe_increment(state.count)
         return updates, OscillationState(count, previous, mean)

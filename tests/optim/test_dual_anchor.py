@@ -406,10 +406,32 @@ def test_bfloat16_parameters_keep_a_float32_state_and_their_own_dtype():
     (dict(learning_rate=0.0, num_steps=5), ValueError, "learning_rate"),
     (dict(learning_rate=0.1, num_steps=5, sign={"a": 0}), ValueError, r"sign\['a'\].*got 0"),
     (dict(learning_rate=0.1, num_steps=5, restart="on"), ValueError, "restart"),
+    (dict(learning_rate=0.1, num_steps=5, sign={"a": jnp.ones(())}), TypeError,
+     r"sign\['a'\].*static_args"),
+    (dict(learning_rate=0.1, num_steps=jnp.array(5)), TypeError, "num_steps.*static_args"),
+    (dict(learning_rate=0.1, num_steps=5, state_dtype="wide"), TypeError, "state_dtype"),
 ])
 def test_bad_arguments_are_named(kwargs, error, message):
     with pytest.raises(error, match=message):
         dual_anchor(**kwargs)
+
+
+@pytest.mark.parametrize(("kwargs", "static", "message"), [
+    ({}, (), "num_steps.*static_args"),
+    (dict(sign=-1), ("num_steps",), "sign: expected 1.*static_args"),
+    (dict(state_dtype=jnp.bfloat16), ("num_steps",), "state_dtype: expected a dtype.*static_args"),
+])
+def test_what_injection_takes_for_hyperparameters_is_named(kwargs, static, message):
+    opt = optax.inject_hyperparams(dual_anchor, static_args=static)(0.1, 5, **kwargs)
+    with pytest.raises(TypeError, match=message):
+        opt.init(jnp.ones(2))
+
+
+def test_python_numbers_are_parameters_too():
+    opt, params = dual_anchor(0.5, 2), {"a": 1.0}
+    updates, _ = opt.update(params, opt.init(params), params)
+    # k = 0, c = 1/2: z = -eta g / 2, and the update is -eta g - z.
+    np.testing.assert_allclose(updates["a"], -0.25, rtol=1e-6)
 
 
 def test_bad_helper_arguments_and_integer_parameters_are_named():

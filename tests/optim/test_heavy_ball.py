@@ -187,6 +187,30 @@ def test_bad_arguments_are_named(kwargs, message):
         heavy_ball(**kwargs)
 
 
+def test_updates_have_the_dtype_of_the_parameters_where_these_are_given():
+    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2)}
+    gradient = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
+    opt = heavy_ball(0.1)
+    state = opt.init(params)
+    dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+    assert dtypes(opt.update(gradient, state, params)[0]) == dtypes(params)
+    assert dtypes(opt.update(gradient, state)[0]) == dtypes(gradient)
+
+
+def test_python_numbers_are_parameters_too():
+    opt, params = heavy_ball(0.1, 0.5, guard=2.0), {"a": 1.0}
+    state = opt.init(params)
+    for expected in (-0.1, -0.15):
+        updates, state = opt.update(params, state, params)
+        np.testing.assert_allclose(updates["a"], expected, rtol=1e-6)
+
+
+def test_dtype_under_injection_is_named():
+    opt = optax.inject_hyperparams(heavy_ball)(0.1, accumulator_dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="accumulator_dtype: expected a dtype.*static_args"):
+        opt.init(jnp.ones(2))
+
+
 def test_integer_parameters_are_refused():
     with pytest.raises(ValueError, match=r"params\['n'\].*int32"):
         heavy_ball(0.1).init({"n": jnp.arange(3)})

@@ -1,5 +1,6 @@
 import functools
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,6 +208,45 @@ def test_hyperparameters_and_starts_may_be_mapped():
                            rtol=1e-5, atol=1e-6)
 
 
+def test_iterate_of_a_flax_model_is_found_by_path():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.inner, self.scale = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(2))
+
+    model = Net()
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    opt = nnx.Optimizer(model, sgd_momentum(0.1, 0.5, style="nesterov"), wrt=nnx.Param)
+    opt.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    params = nnx.state(model, nnx.Param)
+    found = momentum_eval_params(opt.opt_state, params)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    # x_1 = y_0 - 0.1 g(y_0), and the parameters stand half a velocity further.
+    for tree, step in ((found, 0.1), (params, 0.15)):
+        assert_trees_close(nnx.to_pure_dict(tree), jax.tree.map(lambda p: p - step, before),
+                           rtol=1e-6)
+    with pytest.raises(ValueError, match="params: has no leaf 'inner/bias'"):
+        momentum_eval_params(opt.opt_state, {"scale": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("make", [
+    lambda: sgd_momentum(0.1, 0.9), lambda: sgd_interpolation(64, 10.0, 1.0)])
+def test_updates_have_the_dtype_of_the_parameters_where_these_are_given(make):
+    params, tx = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2)}, make()
+    gradient = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
+    state = tx.init(params)
+    dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+    assert dtypes(tx.update(gradient, state, params)[0]) == dtypes(params)
+    assert dtypes(tx.update(gradient, state)[0]) == dtypes(gradient)
+
+
+def test_python_numbers_are_parameters_too():
+    tx = sgd_momentum(0.1, 0.9, style="nesterov")
+    params = {"a": 1.0}
+    updates, state = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(updates["a"], -0.19, rtol=1e-6)
+    np.testing.assert_allclose(momentum_eval_params(state, {"a": 0.81})["a"], 0.9, rtol=1e-6)
+
+
 def test_gradients_that_are_not_finite_stay_so():
     tx = sgd_momentum(0.1, 0.9)
     params = start()
@@ -232,7 +272,15 @@ def test_errors_name_the_argument():
         (lambda: rule(1, 1.0, 1.0, style="polyak"), "style: expected one of"),
         (lambda: rule(lambda t: t, 1.0, 1.0), "batch_size: must stay constant"),
         (lambda: rule("1", 1.0, 1.0), "batch_size: expected a number"),
+        (lambda: rule(1, 1.0, 1.0, 1.5), "mu: must be <= lmax = 1.0, got 1.5"),
         (lambda: scale_momentum(1.5, 1, 1), "decay: must lie in"),
+        (lambda: scale_momentum(1.0, 1, 1), r"decay: must lie in \[0, 1\)"),
+        (lambda: scale_momentum(0.5, 1, 1, 0.0), r"min_decay: must lie in \(0, 1\]"),
+        (lambda: optax.inject_hyperparams(sgd_momentum)(0.1, 0.9, velocity_dtype=jnp.bfloat16)
+         .init(jnp.ones(2)), "velocity_dtype: expected a dtype.*static_args"),
+        (lambda: optax.inject_hyperparams(sgd_interpolation)(
+            64, 10.0, 1.0, velocity_dtype=jnp.bfloat16).init(jnp.ones(2)),
+         "velocity_dtype: expected a dtype.*static_args"),
         (lambda: scale_momentum(0.5, 1, 0), "new_batch_size: must lie in"),
         (lambda: sgd_momentum(-0.1, 0.9), "learning_rate: must lie in"),
         (lambda: sgd_momentum(0.1, 1.1), "decay: must lie in"),

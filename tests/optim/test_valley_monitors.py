@@ -183,6 +183,14 @@ def test_monitor_works_inside_optax():
     np.testing.assert_allclose(optax.tree.get(state, "oscillation_index"), 1.0, rtol=1e-2)
 
 
+def test_monitor_takes_python_numbers():
+    opt = oscillation_monitor()
+    state = opt.init({"a": 1.0})
+    for g in (1.0, -1.0):
+        _, state = opt.update({"a": g}, state)
+    np.testing.assert_allclose(state.oscillation_index, 1.0, rtol=1e-6)
+
+
 def test_river_progress_projects_the_hill_directions_off():
     valley = river_valley_nd(jax.random.key(4), 3, (50.0, 500.0), (0.0, 1.0))
     x = valley.join(1.0, jnp.array([0.3, -0.1, 0.2]))
