@@ -22,6 +22,7 @@ When the rows are linearly independent, as in an over-parametrised network, ``U`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,8 @@ def row_norm_bound(
     check_choice("method", method, _METHODS)
     rows = jnp.asarray(rows, jnp.result_type(float))
     check_shape("rows", rows, (None, None))
+    if 0 in rows.shape:
+        raise ValueError(f"rows: expected at least one row and column, got shape {rows.shape}")
     if probabilities is None:
         probabilities = jnp.full(rows.shape[0], 1 / rows.shape[0], rows.dtype)
     probabilities = jnp.asarray(probabilities, rows.dtype)
@@ -126,6 +129,8 @@ def curvature_from_rows(rows: Any, *, method: str = "max") -> Curvature:
         raise ValueError("rows: expected a tree with leaves of shape [m, K, ...], got "
                          f"{jax.tree.map(jnp.shape, rows)}")
     m, k = leaves[0].shape[:2]
+    if m * k == 0:
+        raise ValueError(f"rows: expected at least one row, got leaves of shape [{m}, {k}, ...]")
     for leaf in leaves:
         if leaf.shape[:2] != (m, k):
             raise ValueError(f"rows: expected leaves of shape [{m}, {k}, ...], got {leaf.shape}")
@@ -149,6 +154,16 @@ def curvature_from_rows(rows: Any, *, method: str = "max") -> Curvature:
     pencil = jnp.einsum("iax,iab,iby->xy", grouped, blocks, grouped,
                         precision=jax.lax.Precision.HIGHEST)
     return Curvature(jnp.linalg.eigvalsh(pencil)[-1], lmax, trace)
+
+
+def _examples(name: str, tree: Any) -> int:
+    """The number of examples: the length of every leaf's first axis, >= 1."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    if not shapes or () in shapes or 0 in [shape[0] for shape in shapes]:
+        raise ValueError(f"{name}: expected leaves of shape [m, ...] for m >= 1 examples, got "
+                         f"{jax.tree.map(jnp.shape, tree)}")
+    check_leading_axis(name, tree, shapes[0][0])
+    return shapes[0][0]
 
 
 def gauss_newton_rows(
@@ -202,9 +217,7 @@ def gauss_newton_rows(
         check_int("num_samples", num_samples, minimum=1)
         if key is None:
             raise ValueError(f"key: required to draw num_samples = {num_samples} rows, got None")
-    leaves = jax.tree.leaves(inputs)
-    m = jnp.shape(leaves[0])[0]
-    check_leading_axis("inputs", inputs, m)
+    m = _examples("inputs", inputs)
 
     def one(x, key):
         outputs = jnp.atleast_1d(apply(params, x))
@@ -270,7 +283,7 @@ def gradient_rows(
        [0. 3.]]
     """
     check_int("micro_batch", micro_batch, minimum=1)
-    check_leading_axis("batch", batch, jnp.shape(jax.tree.leaves(batch)[0])[0])
+    _examples("batch", batch)
 
     def one(example):
         value, gradient = jax.value_and_grad(loss)(params, example)
@@ -304,8 +317,25 @@ def hessian_vector_product(
     return lambda v: jax.jvp(jax.grad(loss), (params,), (v,))[1]
 
 
+def _wide(x):
+    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
 def _dot(a, b):
-    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+    """Inner product over all leaves, in float32 or wider."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum(jnp.sum(_wide(x) * _wide(y)) for x, y in pairs)
+
+
+def _rescaled(tree):
+    """``tree / top`` in float32 or wider, and ``top``, its largest modulus (1 where that is 0)."""
+    leaves = [jnp.max(jnp.abs(_wide(x))) for x in jax.tree.leaves(tree) if jnp.size(x)]
+    top = functools.reduce(jnp.maximum, leaves, jnp.zeros((), jnp.float32))
+    # Not > 0: a NaN stays one.
+    top = jnp.where(top == 0, 1, top)
+    # In two halves: for subnormal numbers the reciprocal would overflow.
+    root = jnp.sqrt(top)
+    return jax.tree.map(lambda x: _wide(x) / root / root, tree), top
 
 
 def _random_like(draw, key, like):
@@ -352,16 +382,19 @@ def lambda_max(
     check_int("num_steps", num_steps, minimum=1)
 
     def unit(v):
-        norm = jnp.sqrt(_dot(v, v))
-        scale = 1 / jnp.where(norm > 0, norm, 1)
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype), v)
+        # No square over- or underflows, whatever the units of the loss.
+        scaled, _ = _rescaled(v)
+        norm = jnp.sqrt(_dot(scaled, scaled))
+        norm = jnp.where(norm == 0, 1, norm)
+        return jax.tree.map(lambda x, y: (y / norm).astype(x.dtype), v, scaled)
 
     def step(v, _):
         return unit(product(v)), None
 
     start = unit(_random_like(jax.random.normal, key, like))
     v, _ = jax.lax.scan(step, start, length=num_steps)
-    return _dot(v, product(v))
+    scaled, top = _rescaled(product(v))
+    return top * _dot(v, scaled)
 
 
 def hutchinson_trace(

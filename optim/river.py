@@ -341,7 +341,8 @@ def suggest(sharpness: Any, effective_step: Any) -> HeavyBallSetting:
        \eta = \gamma (1 - \beta):
 
     the one pair with :math:`\eta / (1 - \beta) = \gamma` and :math:`\eta\lambda = 1 + \beta`.
-    Where :math:`\lambda\gamma \le 1` no momentum is needed. In other words: the learning rate of
+    Where :math:`\lambda\gamma \le 1` no momentum is needed; the decay stays below 1, however large
+    :math:`\lambda\gamma` is. In other words: the learning rate of
     the averaged form is chosen by the river (:func:`suggest_step`), the decay by the hill sides.
 
     Args:
@@ -363,12 +364,16 @@ def suggest(sharpness: Any, effective_step: Any) -> HeavyBallSetting:
     """
     _check_number("sharpness", sharpness, minimum=0.0, exclusive=True)
     _check_number("effective_step", effective_step, minimum=0.0, exclusive=True)
-    step = jnp.asarray(effective_step, float)
-    # (s - 1) / (s + 1) with both parts divided by s: safe for huge s
-    inverse = 1 / (jnp.asarray(sharpness, float) * step)
-    decay = jnp.maximum(0.0, (1 - inverse) / (1 + inverse))
+    step, curvature = jnp.asarray(effective_step, float), jnp.asarray(sharpness, float)
+    plain = curvature * step <= 1
+    # (s - 1) / (s + 1) with both parts divided by s, safe for huge s; and not taken for tiny ones
+    inverse = jnp.where(plain, 1.0, 1 / jnp.where(plain, 1.0, curvature) / step)
+    decay = jnp.where(plain, 0.0, (1 - inverse) / (1 + inverse))
+    decay = jnp.minimum(decay, 1 - jnp.finfo(decay.dtype).epsneg)
     # gamma (1 - beta) without the cancellation in 1 - beta
-    return HeavyBallSetting(step * jnp.minimum(1.0, 2 * inverse / (1 + inverse)), decay)
+    safe = jnp.where(plain, 1.0, step)
+    momentum = 1 / (jnp.where(plain, 1.0, curvature) / 2 + 0.5 / safe)
+    return HeavyBallSetting(jnp.where(plain, step, momentum), decay)
 
 
 def suggest_step(

@@ -194,6 +194,28 @@ def test_power_iteration_and_traces_of_a_known_hessian():
     assert lambda_max(lambda v: 0 * v, diagonal, jax.random.key(0)) == 0
 
 
+def test_largest_eigenvalue_at_any_scale_and_in_bfloat16():
+    # Powers of two: scaling is exact, so the digits are those at scale 1.
+    spectrum = jnp.array([3.0, -1.0, 0.5, 0.0])
+    like = {"a": jnp.zeros(3), "b": jnp.zeros(1), "empty": jnp.zeros(0)}
+    scales = jnp.array([2.0**-116, 2.0**-83, 1.0, 2.0**83, 2.0**116, jnp.nan])
+
+    @jax.jit
+    @jax.vmap
+    def found(scale):
+        product = lambda v: {"a": scale * spectrum[:3] * v["a"], "b": scale * spectrum[3:] * v["b"],
+                             "empty": v["empty"]}
+        return lambda_max(product, like, jax.random.key(0))
+
+    out = np.asarray(found(scales))
+    np.testing.assert_allclose(out[:5] / np.asarray(scales[:5]), 3.0, rtol=1e-5)
+    assert np.isnan(out[5])
+    # 4096 equal directions: a sum in bfloat16 would stop growing at 256.
+    flat = lambda_max(lambda v: 2 * v, jnp.zeros(4096, jnp.bfloat16), jax.random.key(0))
+    assert flat.dtype == jnp.float32
+    np.testing.assert_allclose(flat, 2.0, rtol=0.01)
+
+
 def test_rule_from_estimates_trains_a_network_at_every_batch_size():
     # A student of a teacher that it can express: interpolation.
     def apply(p, x):
@@ -243,6 +265,12 @@ def test_errors_name_the_argument():
     for call, message in (
         (lambda: row_norm_bound(rows, method="trace"), "method: expected one of"),
         (lambda: row_norm_bound(rows[0]), "rows: expected shape"),
+        (lambda: row_norm_bound(rows[:0]), r"rows: expected at least one row.*\(0, 2\)"),
+        (lambda: row_norm_bound(rows[:0], method="max"), r"rows: expected at least one row"),
+        (lambda: curvature_from_rows(rows[:0]), r"rows: expected at least one row.*\[0, 2"),
+        (lambda: gauss_newton_rows(jnp.dot, rows[0], {}), r"inputs: expected leaves of shape \[m"),
+        (lambda: gauss_newton_rows(jnp.dot, rows[0], 1.0), "inputs: expected leaves of shape"),
+        (lambda: gradient_rows(jnp.dot, rows[0], rows[:0]), "batch: expected leaves of shape"),
         (lambda: row_norm_bound(rows, np.ones(3)), "probabilities: expected shape"),
         (lambda: curvature_from_rows({}), "rows: expected a tree"),
         (lambda: curvature_from_rows(rows[0]), "rows: expected a tree"),

@@ -199,6 +199,19 @@ def test_suggestion_drifts_as_wanted_at_half_the_edge():
     np.testing.assert_allclose(rate[~needed], np.broadcast_to(step, product.shape)[~needed])
 
 
+def test_suggestion_stays_finite_at_every_scale():
+    sharp = jnp.array([1e-30, 1e-30, 1e30, 1e30, 1e20, 1.0])
+    step = jnp.array([1e-20, 1e30, 1e-20, 1e30, 1e-20, jnp.nan])
+    rate, decay = jax.jit(suggest)(sharp, step)
+    wide = np.float64(sharp) * np.float64(step)
+    expected = np.float64(step) * np.minimum(1, 2 / (wide + 1))
+    np.testing.assert_allclose(rate[:5], expected[:5], rtol=1e-5)
+    np.testing.assert_allclose(decay[:5], np.maximum(0, (wide - 1) / (wide + 1))[:5], atol=1e-6)
+    assert (decay[:5] >= 0).all() and (decay[:5] < 1).all()
+    assert np.isnan(rate[5]) and np.isnan(decay[5])
+    assert suggest(1e-30, 1e-20) == (np.float32(1e-20), 0.0)
+
+
 def test_suggested_step_is_the_smaller_of_noise_and_way():
     np.testing.assert_allclose(suggest_step(8.0, 0.1, 0.5, 100.0, 1000), 0.025, rtol=1e-6)
     np.testing.assert_allclose(suggest_step(8.0, 0.1, 0.5, 10.0, 1000), 0.02, rtol=1e-6)
