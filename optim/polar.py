@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fadex.core.checks import check_choice
-from fadex.optim.common import check_hyperparameter
+from fadex.optim.common import check_dtype, check_hyperparameter
 from fadex.optim.kernels.newton_schulz import (
     gram_product,
     newton_schulz,
@@ -38,7 +38,7 @@ _GRAM_SEGMENT = 3
 
 
 def _normalized(g: jax.Array, eps: Any) -> jax.Array:
-    """``g / (||g||_F + eps)`` over the last two axes, in float32 or wider, at any scale.
+    """``g / (||g||_F + eps)`` over the last two axes, in float32 or wider, for normal numbers.
 
     Dividing by the largest entry first keeps the squares from overflowing or vanishing.
     """
@@ -111,6 +111,17 @@ def _svd_polar(x: jax.Array) -> jax.Array:
     return jnp.matmul(u * kept[..., None, :], vt, precision=jax.lax.Precision.HIGHEST)
 
 
+def _compute_dtype(g: jax.Array, dtype: Any) -> Any:
+    check_dtype("dtype", dtype)
+    compute = jnp.dtype(g.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(compute, jnp.floating) or compute.itemsize < 2:
+        raise ValueError(
+            f"dtype: expected a real floating-point dtype of 16 bits or more, got {compute}"
+            + (" from g" if dtype is None else "")
+        )
+    return compute
+
+
 def _canonical(shape: tuple[int, ...], dims: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
     """The axis order ``batch + rows + columns`` and the sizes of the two matrix sides."""
     rank = len(shape)
@@ -159,19 +170,20 @@ def polar_factor(
     bfloat16 0.07.
 
     Args:
-      g: ``[..., m, n]``, real floating-point, at any scale; leading axes are a batch. A zero
-        matrix maps to zero, one with a NaN or an infinity to NaN, a single row or column
+      g: ``[..., m, n]``, real floating-point, of any normal numbers; leading axes are a batch.
+        A zero matrix maps to zero, one with a NaN or an infinity to NaN, a single row or column
         to ``g / ||g||`` exactly, an empty array to itself. Null directions stay null.
       steps: number of iterations, static. ``None``: 6 for ``"polar_express"``, 5 for ``"muon"``
         and ``"dion"``, all rows of an array. Past the last row (15/8, -10/8, 3/8) repeats.
       coefficients: ``"polar_express"``, ``"muon"``, ``"dion"``, or an array ``[k, 3]`` of rows
-        ``(a, b, c)``, or one row ``[3]`` for all steps.
+        ``(a, b, c)``, or one row ``[3]`` for all steps. Traced ones run the plain or Gram form.
       method: static; ``"xla"``: the plain iteration. ``"pallas"``: kernels on TPU and CUDA,
         plain elsewhere. ``"gram"``: iteration on Gram matrices, restarted every third step;
         for long matrices. ``"svd"``: exact and slow; ``steps`` and ``coefficients`` unused.
         ``"auto"``: Gram where the long side is 8 times the short one (twice on CPU), else
         kernels on TPU and CUDA, else plain.
-      dtype: dtype of the iteration (products accumulate in float32); default that of ``g``.
+      dtype: dtype of the iteration, real with 16 bits or more (products accumulate in float32);
+        default that of ``g``.
       eps: added to the Frobenius norm, in units of ``g``; default none. 1e-8 is optax's, and
         makes matrices of that norm shrink.
       dims: ``optax.contrib.MuonDimensionNumbers``: the axes that make up the rows (reduction)
@@ -199,12 +211,12 @@ def polar_factor(
     if eps is not None:
         check_hyperparameter("eps", eps, minimum=0, schedule=False)
     table = resolve_coefficients(coefficients, steps)
+    compute = _compute_dtype(g, dtype)
     order, (m, n) = _canonical(g.shape, dims)
     if g.size == 0:
         return g
     moved = g.transpose(order)
     x = _normalized(moved.reshape(-1, m, n), eps)
-    compute = jnp.dtype(g.dtype if dtype is None else dtype)
     if min(m, n) > 1:
         tall = m > n
         x = x.mT if tall else x

@@ -22,8 +22,7 @@ from fadex.optim.polar import polar_factor
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    """``x`` in float32 or wider, its largest entry 1, so that Gram matrices don't overflow."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """``x``, its largest entry 1, so that Gram matrices don't overflow."""
     peak = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
     shrink = jnp.where(peak > 1, 2.0**-40, 1.0).astype(x.dtype)  # as in polar_factor
     peak = jnp.where(peak == 0, jnp.ones_like(peak), peak * shrink)
@@ -57,9 +56,9 @@ def _check_factor(name: str, value: jax.Array) -> jax.Array:
     return value
 
 
-def _cutoff(rcond: Any, rank: int) -> Any:
+def _cutoff(rcond: Any, rank: int, dtype: Any) -> Any:
     if rcond is None:
-        return rank * float(jnp.finfo(jnp.float32).eps)
+        return rank * float(jnp.finfo(dtype).eps)
     check_hyperparameter("rcond", rcond, minimum=0, maximum=1, schedule=False)
     return rcond
 
@@ -74,7 +73,7 @@ def polar_lowrank(
     method: str = "auto",
     dtype: Any = None,
 ) -> jax.Array:
-    r"""The polar factor of ``x^T delta`` from its factors, exact, with an ``r x r`` iteration.
+    r"""The polar factor of ``x^T delta`` by an ``r x r`` iteration, exact above the cut-off.
 
     The gradient of a dense kernel is ``x^T delta`` with one row per example (and position):
     inputs ``x`` and back-propagated errors ``delta``. For ``r < min(m, n)`` the cost is that
@@ -87,12 +86,12 @@ def polar_lowrank(
       delta: ``[..., r, n]``, the same leading axes.
       rcond: eigenvalues of ``x x^T`` (squared singular values of ``x``) below ``rcond``
         times the largest count as zero, likewise for ``delta``, and what is cut maps to
-        zero; default ``r`` times the spacing of float32, so singular values below about
-        ``3e-4 sqrt(r)`` of the largest are cut.
+        zero; default ``r`` times the spacing of float32 (or float64), so singular values
+        below about ``3e-4 sqrt(r)`` (or ``1.5e-8 sqrt(r)``) of the largest are cut.
       steps, coefficients, method, dtype: as for :func:`polar_factor`.
 
     Returns:
-      ``[..., m, n]`` in the promoted dtype of the factors.
+      ``[..., m, n]`` in the promoted dtype of the factors; zeros without rows.
 
     Raises:
       TypeError, ValueError: the factors do not fit together, or an argument of
@@ -113,9 +112,12 @@ def polar_lowrank(
         )
     rank, m, n = x.shape[-2], x.shape[-1], delta.shape[-1]
     options = dict(steps=steps, coefficients=coefficients, method=method, dtype=dtype)
-    cut = _cutoff(rcond, rank)
     out = jnp.promote_types(x.dtype, delta.dtype)
-    x, delta = _scaled(x), _scaled(delta)
+    wide = jnp.promote_types(out, jnp.float32)
+    cut = _cutoff(rcond, rank, wide)
+    if 0 in x.shape + delta.shape:
+        return jnp.zeros((*x.shape[:-2], m, n), out)
+    x, delta = _scaled(x.astype(wide)), _scaled(delta.astype(wide))
     if rank >= min(m, n):
         return polar_factor(wide_dot(x.mT, delta), **options).astype(out)
     left, right = _orthonormal_rows(x, cut), _orthonormal_rows(delta, cut)
@@ -170,10 +172,11 @@ def polar_range_sketch(
     g = _check_factor("g", g)
     check_int("rank", rank, minimum=1)
     options = dict(steps=steps, coefficients=coefficients, method=method, dtype=dtype)
-    cut = _cutoff(rcond, rank)
-    if rank >= min(g.shape[-2:]):
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    cut = _cutoff(rcond, rank, wide)
+    if rank >= min(g.shape[-2:]) or g.size == 0:
         return polar_factor(g, **options)
-    scaled = _scaled(g)
+    scaled = _scaled(g.astype(wide))
     omega = jax.random.normal(key, (g.shape[-1], rank), scaled.dtype)
     basis = _orthonormal_rows(wide_dot(scaled, omega).mT, cut)
     core = polar_factor(wide_dot(basis, scaled), **options)

@@ -370,6 +370,22 @@ def test_gradient_is_that_of_the_polynomial_map():
     assert not np.asarray(gradient(np.zeros_like(g), t, method="pallas")).any()
 
 
+def test_known_coefficients_are_numbers_and_integers_become_float():
+    # Arrays under a trace keep kernels and Gram form as long as their values are known.
+    known, whole = jnp.array(MUON), jnp.array([[2, -1, 0]])
+
+    @jax.jit
+    def resolved(g):
+        assert isinstance(resolve_coefficients(known, 2), np.ndarray)
+        return polar_factor(g, coefficients=whole, method="gram")
+
+    g = normal(8, 12)
+    expected = mapped(g, [(2, -1, 0)])
+    traced = jax.jit(lambda g, table: polar_factor(g, coefficients=table))
+    for got in (resolved(g), traced(g, np.array([[2, -1, 0]]))):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 def test_coefficients_may_be_traced():
     g = normal(8, 12)
     tables = np.float32([resolve_coefficients(n, 5) for n in ("muon", "dion")])
@@ -408,6 +424,24 @@ def test_lowrank_survives_repeated_examples_zero_and_nan():
     assert not got[1].any() and np.isnan(got[2]).all()
 
 
+def test_lowrank_in_float64_cuts_at_its_own_rounding():
+    # Float32's cut-off, 7e-4 here, would lose half of these.
+    r, weights = 4, np.geomspace(1, 1e-6, 4)[:, None]
+    x, delta = np.float64(normal(r, 20)) * weights, np.float64(normal(r, 33, seed=1))
+    with jax.enable_x64(True):
+        got = np.asarray(jax.jit(functools.partial(polar_lowrank, method="svd"))(x, delta))
+    u, _, vt = np.linalg.svd(x.T @ delta, full_matrices=False)
+    assert error(got, u[:, :r] @ vt[:r]) < 1e-7
+
+
+@pytest.mark.parametrize(("r", "m", "n"), [(0, 4, 5), (3, 0, 5), (3, 4, 0), (0, 0, 5)])
+def test_lowrank_without_rows_or_columns_is_zero(r, m, n):
+    x, delta = jnp.ones((2, r, m), jnp.bfloat16), jnp.ones((2, r, n), jnp.bfloat16)
+    got = polar_lowrank(x, delta)
+    assert got.shape == (2, m, n) and got.dtype == jnp.bfloat16 and not got.any()
+    assert polar_range_sketch(jnp.ones((0, 6, 7)), jax.random.key(0), 2).shape == (0, 6, 7)
+
+
 def test_sketch_of_enough_columns_is_the_polar_factor():
     g, expected = spectrum(40, 64, np.r_[np.geomspace(1, 0.2, 6), np.zeros(34)])
     sketch = jax.jit(lambda g, key: polar_range_sketch(g, key, 10, steps=8))
@@ -436,6 +470,10 @@ def test_sketch_of_enough_columns_is_the_polar_factor():
         (lambda g: polar_factor(g, dims=MuonDimensionNumbers(0, -2)), r"dims: the axes must be"),
         (lambda g: polar_factor(g, dims=(0, 1)), r"dims: expected MuonDimensionNumbers"),
         (lambda g: polar_express_coefficients(3, lower=2.0), r"lower: must lie in \(0"),
+        (lambda g: polar_factor(g, dtype=jnp.int8), r"dtype: expected a real.*int8"),
+        (lambda g: polar_factor(g, dtype=jnp.complex64), r"dtype: expected a real.*complex64"),
+        (lambda g: polar_factor(g, dtype=jnp.float8_e4m3fn), r"dtype: expected a real.*float8"),
+        (lambda g: polar_factor(jnp.asarray(g, jnp.float8_e4m3fn)), r"dtype.*float8.*from g"),
         (lambda g: polar_lowrank(g, g[:2]), r"delta: expected shape"),
         (lambda g: polar_lowrank(g[0], g), r"x: expected a real"),
         (lambda g: polar_lowrank(g, g, rcond=2.0), r"rcond: must lie in"),
