@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fadex.optim import polar_factor
+from fadex.optim import polar_factor, polar_lowrank
 
 RESULTS = Path(__file__).parent / "results" / "optim_polar.json"
 MUON = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SHAPES = [(64, 64), (256, 512), (512, 512), (512, 256), (128, 1024), (768, 3072)]
+LOWRANK = [((1024, 1024), 32), ((1024, 1024), 128), ((512, 2048), 32)]
 METHODS = ("auto", "xla", "gram")
 Program = Callable[[], np.ndarray]
 
@@ -136,6 +137,37 @@ def measure(shape: tuple[int, int], dtype: str, repeats: int, say) -> list[dict]
     return rows
 
 
+def measure_lowrank(shape: tuple[int, int], rank: int, repeats: int) -> list[dict]:
+    """A raw gradient of a batch of ``rank`` rows: from its factors, against the whole matrix."""
+    rng = np.random.default_rng(0)
+    x, delta = (jnp.asarray(rng.normal(size=(rank, n)), jnp.float32) for n in shape)
+    orthogonalize = optax.contrib._muon.orthogonalize_via_newton_schulz
+    calls = {
+        "optax": lambda x, d: orthogonalize(x.T @ d, jnp.array(MUON), STEPS),
+        "fadex, auto": lambda x, d: polar_factor(x.T @ d, coefficients="muon", steps=STEPS),
+        "fadex, from the factors": lambda x, d: polar_lowrank(
+            x, d, coefficients="muon", steps=STEPS),
+    }
+    programs = {name: jax.jit(call) for name, call in calls.items()}
+    for program in programs.values():
+        jax.block_until_ready(program(x, delta))
+    times = {name: [] for name in programs}
+    for _ in range(repeats):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(x, delta))
+            times[name].append(time.perf_counter() - start)
+    rows = []
+    for name in programs:
+        ratios = [a / b for a, b in zip(times[name], times["optax"])]
+        low, high = (float(np.quantile(ratios, q)) for q in (0.25, 0.75))
+        rows.append({"shape": list(shape), "rank": rank, "method": name,
+                     "ratio": statistics.median(ratios), "quartiles": [low, high]})
+        print(f"{shape[0]:5d} x {shape[1]:<5d} of rank {rank:<4d} {name:24s} "
+              f"{rows[-1]['ratio']:6.3f} x optax [{low:.3f}, {high:.3f}]")
+    return rows
+
+
 def run(
     out: Path | None = None,
     *,
@@ -168,6 +200,9 @@ def run(
                 f"[{low:.2f}, {high:.2f}]  difference {row['difference']:.0e}"
             )
     result["missing"] = said
+    result["lowrank"] = [
+        row for shape, rank in LOWRANK for row in measure_lowrank(shape, rank, max(5, repeats // 3))
+    ]
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     return result
