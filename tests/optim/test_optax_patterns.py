@@ -55,6 +55,8 @@ def build(name, **changed):
     return make(**({key: value} | others | changed))
 
 
+# These programs run for a moment on a few numbers: nearly all of the time is LLVM's.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 every = pytest.mark.parametrize("name", VARIANTS)
 
@@ -96,17 +98,17 @@ def advance(name):
     """(parameters, state, n) -> the same after n steps, from one program for each optimizer."""
     opt = build(name)
     body = lambda _, carry: one_step(opt, *carry)
-    return jax.jit(lambda params, state, n: jax.lax.fori_loop(0, n, body, (params, state)))
+    return jit(lambda params, state, n: jax.lax.fori_loop(0, n, body, (params, state)))
 
 
 @functools.cache
 def start(name):
-    return jax.jit(lambda p: (p, build(name).init(p)))(small())
+    return jit(lambda p: (p, build(name).init(p)))(small())
 
 
 @functools.cache
 def update(name):
-    return jax.jit(build(name).update)
+    return jit(build(name).update)
 
 
 @functools.cache
@@ -142,14 +144,14 @@ def test_vmap_over_a_hyperparameter_equals_a_loop_and_its_gradient_a_difference(
         params, _ = train(build(name, **{key: v}), small(), 6)
         return loss(params), params
 
-    h = 0.01 * value
+    h = 0.002 * value
     values = np.array([value - h, value, value + h, value / 2], np.float32)
     if tuned:  # d(final loss)/d(hyperparameter), as in tuning by gradient
-        (losses, together), slopes = jax.jit(jax.vmap(jax.value_and_grad(run, has_aux=True)))(
+        (losses, together), slopes = jit(jax.vmap(jax.value_and_grad(run, has_aux=True)))(
             values)
         np.testing.assert_allclose(slopes[1], (losses[2] - losses[0]) / (2 * h), rtol=0.1)
     else:
-        losses, together = jax.jit(jax.vmap(run))(values)
+        losses, together = jit(jax.vmap(run))(values)
     alone, _ = warm(name)
     same(jax.tree.map(lambda x: x[1], together), alone, rtol=5e-5, atol=1e-6)
     assert losses[3] != losses[1]
@@ -161,19 +163,14 @@ def test_hyperparameters_can_be_injected_and_changed(name):
     static = tuple(k for k in others if k not in ("decay", "clip", "coupling"))
     opt = optax.inject_hyperparams(make, static_args=static)(**{key: value}, **others)
 
-    @jax.jit
-    def run(params, other):
-        body = lambda _, carry: one_step(opt, *carry)
-        state = opt.init(params)
-        params, state = jax.lax.fori_loop(0, 6, body, (params, state))
-        changed = optax.tree.set(state, **{key: other})
-        return state, params, one_step(opt, params, state), one_step(opt, params, changed)
-
-    state, params, plain, changed = run(small(), jnp.float32(2 * value))
+    step = lambda _, carry: one_step(opt, *carry)
+    run = jit(lambda params, state, n: jax.lax.fori_loop(0, n, step, (params, state)))
+    params, state = run(small(), jit(opt.init)(small()), 6)
     same(params, warm(name)[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(optax.tree.get(state, key), value, rtol=1e-6)
-    assert any(np.any(a != b)
-               for a, b in zip(jax.tree.leaves(plain[0]), jax.tree.leaves(changed[0])))
+    changed = optax.tree.set(state, **{key: np.full_like(optax.tree.get(state, key), 2 * value)})
+    plain, other = run(params, state, 1)[0], run(params, changed, 1)[0]
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other)))
 
 
 @each
@@ -184,7 +181,7 @@ def test_masked_and_partitioned_leaves_are_left_alone(name):
     masked = optax.masked(build(name), mask)
     split = optax.partition({"a": build(name), "b": optax.set_to_zero()}, labels)
 
-    @jax.jit
+    @jit
     def run(params, head):
         def step(carry, _):
             params, one, two = carry
@@ -211,7 +208,7 @@ def test_multi_steps_with_bfloat16_parameters(name):
     # lax.cond inside MultiSteps needs equal dtypes on both branches (optax#377, #1038).
     params = small(jnp.bfloat16)
     opt = optax.MultiSteps(build(name), every_k_schedule=2)
-    state, step = jax.jit(opt.init)(params), jax.jit(opt.update)
+    state, step = jit(opt.init)(params), jit(opt.update)
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
     first, state = step(grads, state, params)
     assert all(not np.any(np.asarray(u, np.float32)) for u in jax.tree.leaves(first))
@@ -229,8 +226,8 @@ def test_nan_gradients_stay_visible_and_apply_if_finite_drops_them(name):
     updates, _ = update(name)(poisoned, state, params)
     assert all(np.any(np.isnan(u)) for u in jax.tree.leaves(updates))
     safe = optax.apply_if_finite(build(name), max_consecutive_errors=3)
-    step = jax.jit(safe.update)
-    kept = jax.jit(safe.init)(small())._replace(inner_state=state)
+    step = jit(safe.update)
+    kept = jit(safe.init)(small())._replace(inner_state=state)
     for errors in (1, 2, 3):
         updates, kept = step(poisoned, kept, params)
         assert all(not np.any(u) for u in jax.tree.leaves(updates))
@@ -257,7 +254,7 @@ def test_zero_gradients_and_half_precision_give_finite_steps(name):
         step = lambda state, _: opt.update(grads, state, params)[::-1]
         return jax.lax.scan(step, opt.init(params), None, length=2)[1]
 
-    found = jax.jit(jax.vmap(run))(np.array([0.0, 1e-6, 1e3], np.float32))
+    found = jit(jax.vmap(run))(np.array([0.0, 1e-6, 1e3], np.float32))
     for u, p in zip(jax.tree.leaves(found), jax.tree.leaves(params)):
         assert u.dtype == p.dtype and u.shape == (3, 2, *p.shape)
         assert np.all(np.isfinite(np.asarray(u, np.float32)))
@@ -268,11 +265,10 @@ def test_zero_gradients_and_half_precision_give_finite_steps(name):
 def test_scalars_empty_leaves_and_empty_trees(name):
     params = {"s": np.ones((), np.float32), "e": np.zeros((0, 3), np.float32)}
     opt = build(name)
-    updates, _ = jax.jit(lambda p: opt.update(p, opt.init(p), p))(params)
+    step = lambda p: opt.update(p, opt.init(p), p)[0]
+    updates, nothing = jit(lambda p: (step(p), step({})))(params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-    assert np.isfinite(updates["s"])
-    updates, _ = opt.update({}, opt.init({}), {})
-    assert updates == {}
+    assert np.isfinite(updates["s"]) and nothing == {}
 
 
 @each
@@ -280,7 +276,7 @@ def test_works_in_a_chain_after_gradient_transforms(name):
     params, state = warm(name)
     opt = optax.chain(optax.clip_by_global_norm(0.1), build(name))
     # Extra arguments of other members of a chain pass by.
-    chained = jax.jit(lambda g, s, p: opt.update(g, s, p, value=1.0, loss=2.0))
+    chained = jit(lambda g, s, p: opt.update(g, s, p, value=1.0, loss=2.0))
     updates, _ = chained(GRADS, (optax.EmptyState(), state), params)
     size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(GRADS)))
     clipped = jax.tree.map(lambda g: np.float32(0.1 / size) * g, GRADS)
@@ -290,7 +286,7 @@ def test_works_in_a_chain_after_gradient_transforms(name):
 @every
 def test_buffers_are_distinct_and_can_be_donated(name):
     opt, want = build(name), advance(name)(*start(name), 3)[0]
-    step = jax.jit(functools.partial(one_step, opt), donate_argnums=(0, 1))
+    step = jit(functools.partial(one_step, opt), donate_argnums=(0, 1))
     params = jax.tree.map(jnp.array, small())
     state = opt.init(params)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, state))]

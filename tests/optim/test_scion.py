@@ -51,10 +51,10 @@ SCHEDULES = {
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "options",
-    [NUMBERS, NUMBERS | {"constrained": True}, NUMBERS | {"clip": 0.1, "weight_decay": 0.1},
+    [NUMBERS | {"clip": 0.1, "weight_decay": 0.1},
      SCHEDULES | {"mask": {k: k != "b" for k in SHAPES}},
      SCHEDULES | {"constrained": True, "clip_scope": "global"}],
-    ids=["free", "constrained", "clipped", "schedules", "constrained schedules"],
+    ids=["clipped", "schedules", "constrained schedules"],
 )
 def test_steps_are_the_formulas(options):
     at = lambda name, t, default: (
@@ -89,19 +89,20 @@ def test_steps_are_the_formulas(options):
 
 
 def test_constrained_weights_never_leave_their_balls():
-    start = {k: jnp.zeros(s) for k, s in SHAPES.items()}
-    params = jax.jit(lambda p: scion_init(jax.random.key(0), p, SPECS))(start)
+    params = {k: v.astype(np.float32) for k, v in draw(0).items()}
     rng = np.random.default_rng(1)
     grads = {k: rng.standard_normal((50, *s)).astype(np.float32) for k, s in SHAPES.items()}
 
     def run(params, grads, clip):
         opt = scion(0.3, 0.5, SPECS, constrained=True, clip=clip)
+        size = lambda x: {k: norm(SPECS[k], x[k]) / SPECS[k].radius for k in x}
+        params = jax.tree.map(jnp.divide, params, size(params))  # on the spheres
 
         def step(carry, g):
             x, state = carry
             updates, state = opt.update(g, state, x)
             x = optax.apply_updates(x, updates)
-            return (x, state), jnp.stack([norm(SPECS[k], x[k]) / SPECS[k].radius for k in x])
+            return (x, state), jnp.stack(jax.tree.leaves(size(x)))
 
         return jax.lax.scan(step, (params, opt.init(params)), grads)[1]
 
