@@ -3,14 +3,14 @@
     python benchmarks/optim.py                       # every part; training goes on where it was
     python benchmarks/optim.py --only rates,overhead
 
-* ``rates``: slopes of scalar AcceleGrad# (``optim_rates.py``, a minute);
-* ``polar``: polar factors side by side with the peers' (``optim_polar.py``, minutes);
-* ``overhead``: time of a step against adamw and Muon (``optim_overhead.py``, a minute);
-* ``momentum``: the interpolation rule (``optim_momentum.py``, minutes);
-* ``river``: river valleys and dual-anchor (``optim_river.py``, minutes);
-* ``training``: digits and the character transformer (``optim_training.py``, an hour or two,
+* ``rates``: slopes of scalar AcceleGrad# (``optim_rates.py``, the shortest);
+* ``polar``: polar factors side by side with the peers' (``optim_polar.py``);
+* ``overhead``: time of a step against adamw and Muon (``optim_overhead.py``);
+* ``momentum``: the interpolation rule (``optim_momentum.py``);
+* ``river``: river valleys and dual-anchor (``optim_river.py``);
+* ``training``: digits and the character transformer (``optim_training.py``, by far the longest,
   resumable);
-* ``river_lm``: where heavy ball is stable on the transformer (an hour, resumable).
+* ``river_lm``: where heavy ball is stable on the transformer (``optim_river_lm.py``, resumable).
 
 Each writes its file in ``benchmarks/results`` and prints its table.
 """

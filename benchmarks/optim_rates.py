@@ -8,7 +8,7 @@
 * ``descent``: gradient descent with step 1/L on the first one.
 
 Each row: the slope of log f(y_T) - f* over log T, and f(y_T) - f* times T² over ‖x_0 - x*‖₂².
-Float64; a minute.
+Float64.
 """
 
 from __future__ import annotations

@@ -178,8 +178,7 @@ def _claims() -> list[str]:
     lines.append(
         "- *Competitive with recent non-Euclidean optimizers*: yes on the digits ("
         + "; ".join(parts) + "), no on the text: loss {:.2f} [{:.2f}, {:.2f}] of ".format(*ratio)
-        + f"{NAMES[rival]}'s. Batches of 1024 characters make raw gradients noisy, and a raw "
-        "gradient's oracle has no momentum to average them."
+        + f"{NAMES[rival]}'s."
     )
     low = [r for r in _read("optim_polar")["lowrank"] if r["method"] == "fadex, from the factors"]
     overhead = {r["optimizer"]: r for r in _read("optim_overhead")["rows"]}
