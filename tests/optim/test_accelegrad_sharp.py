@@ -17,11 +17,14 @@ from fadex.optim import (
 )
 from fadex.optim.accelegrad_sharp import AcceleGradSharpState
 
+# Programs that run for a moment on a few numbers: nearly all of the time would be LLVM's.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 
 def test_radius_keeps_the_anchor_in_its_ball():
     opt = accelegrad_sharp(diameter=50.0, radius=0.5)
     x0 = jnp.array([1.0, 2.0])
-    state, update = opt.init(x0), jax.jit(opt.update)
+    state, update = opt.init(x0), jit(opt.update)
     for _ in range(3):
         _, state = update(jnp.array([1.0, -1.0]), state, x0)
         np.testing.assert_allclose(jnp.linalg.norm(state.z - x0), 0.5, rtol=1e-5)
@@ -43,7 +46,7 @@ def test_path_does_not_depend_on_the_scale_of_the_objective(options):
             return (x, state), jnp.concatenate([x["a"], x["b"], state.y["a"]])
         return jax.lax.scan(step, (x0, opt.init(x0)), None, length=10)[1]
 
-    paths = jax.jit(jax.vmap(path))(jnp.array([1.0, 1e-30, 1e-21, 1e20, 1e30]))
+    paths = jit(jax.vmap(path))(jnp.array([1.0, 1e-30, 1e-21, 1e20, 1e30]))
     assert float(jnp.abs(paths[0, -1] - paths[0, 0]).max()) > 0.3
     np.testing.assert_allclose(paths, jnp.broadcast_to(paths[0], paths.shape), atol=1e-5)
 
@@ -64,7 +67,7 @@ def test_entropy_keeps_both_iterates_on_the_simplex_and_finds_the_best_vertex():
         return (x + updates, state), jnp.stack([state.y, state.z, x + updates])
 
     x = jnp.full(4, 0.25)
-    points = jax.jit(lambda x: jax.lax.scan(step, (x, opt.init(x)), None, length=60)[1])(x)
+    points = jit(lambda x: jax.lax.scan(step, (x, opt.init(x)), None, length=60)[1])(x)
     np.testing.assert_allclose(points.sum(-1), 1.0, rtol=1e-5)
     assert float(points.min()) >= 0 and float(points[-1, 0, 1]) > 0.95
 
@@ -72,7 +75,7 @@ def test_entropy_keeps_both_iterates_on_the_simplex_and_finds_the_best_vertex():
 def test_mirror_step_minimises_its_own_objective():
     # argmin η⟨g, y⟩ + D_ψ(y, x) on a grid of the 1-simplex, and by the p-norm's optimality.
     x, g, eta = np.array([0.3, 0.7]), np.array([1.0, -0.5]), 0.8
-    y = jax.jit(entropy_map().step)(x, g, eta)
+    y = jit(entropy_map().step)(x, g, eta)
     grid = np.linspace(1e-6, 1 - 1e-6, 200_001)
     points = np.stack([grid, 1 - grid], 1)
     objective = eta * points @ g + (points * np.log(points / x)).sum(1)
@@ -80,7 +83,7 @@ def test_mirror_step_minimises_its_own_objective():
     m, x = pnorm_map(1.4), np.array([0.5, -1.0, 0.2])
     g = np.array([0.3, 0.1, -1.0])
     psi = lambda y: 0.5 / 0.4 * np.sum(np.abs(y) ** 1.4) ** (2 / 1.4)
-    y, dual = jax.jit(lambda x, g: (m.step(x, g, eta), m.to_dual(x)))(x, g)
+    y, dual = jit(lambda x, g: (m.step(x, g, eta), m.to_dual(x)))(x, g)
     y, dual = np.asarray(y, np.float64), np.asarray(dual)
     value = lambda y: eta * g @ y + psi(y) - dual @ y
     rng = np.random.default_rng(0)
@@ -88,7 +91,7 @@ def test_mirror_step_minimises_its_own_objective():
 
 
 def states_after_one_step(opts, params, g):
-    return jax.jit(lambda p, g: [opt.update(g, opt.init(p), p)[1] for opt in opts])(params, g)
+    return jit(lambda p, g: [opt.update(g, opt.init(p), p)[1] for opt in opts])(params, g)
 
 
 def test_anchor_steps_shrink_where_the_norm_exceeds_the_euclidean_one():
@@ -250,7 +253,7 @@ def test_steps_are_the_formulas(case):
             return (optax.apply_updates(x, updates), state), (state.y, state.z)
 
         stacked = {k: np.stack([g[k] for g in grads]) for k in params}
-        run = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g))
+        run = jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g))
         (x, state), (y, z) = run(params, stacked)
     tau = written["tau"](len(grads))
     for k in params:
@@ -318,7 +321,7 @@ def test_an_interior_minimiser_is_a_fixed_point_of_the_clipped_constrained_step(
             return (x + updates, state), None
         return jax.lax.scan(step, (x, opt.init(x)), None, length=3000)[0]
 
-    x, state = jax.jit(run)(target + jnp.array([-0.05, 0.05, -0.05]))
+    x, state = jit(run)(target + jnp.array([-0.05, 0.05, -0.05]))
     np.testing.assert_allclose(state.y, target, atol=2e-3)
     np.testing.assert_allclose(x, target, atol=2e-3)
 
@@ -337,7 +340,7 @@ def test_constrained_iterates_never_leave_their_balls():
         return (x, state), (x, state.y, state.z)
 
     x0 = {n: jnp.zeros((6, 9)) for n in specs}
-    points = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[1])(x0, grads)
+    points = jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[1])(x0, grads)
     lengths = {
         "spectral": lambda x: np.linalg.svd(x, compute_uv=False)[..., 0] / np.sqrt(9 / 6),
         "linf": lambda x: np.abs(x).max((-1, -2)),
@@ -357,7 +360,7 @@ def test_stacked_layers_train_as_separate_layers():
     g = rng.standard_normal((3, 4, 5)) * np.array([1, 1e-3, 1e-5])[:, None, None]
     g = g.astype(np.float32)
     opt = accelegrad_sharp(0.1, norm=NormSpec("spectral", method="svd"))
-    once = jax.jit(lambda g, x: opt.update(g, opt.init(x), x)[1].y)
+    once = jit(lambda g, x: opt.update(g, opt.init(x), x)[1].y)
     together = once(g, stacked)
     for i in range(3):
         np.testing.assert_allclose(together[i], once(g[i], stacked[i]), atol=1e-6)
@@ -371,7 +374,7 @@ def test_grouping_equal_shapes_changes_nothing():
         opt = accelegrad_sharp(0.1, batch_leaves=batch, norm=lambda p: {
             "w": NormSpec("spectral", steps=2), "u": NormSpec("spectral", steps=2),
             "h": "linf", "b": "rms"})
-        results.append(jax.jit(lambda p, opt=opt: opt.update(p, opt.init(p), p)[1].y)(params))
+        results.append(jit(lambda p, opt=opt: opt.update(p, opt.init(p), p)[1].y)(params))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), *results)
     assert np.any(results[0]["u"] != params["u"])
 
@@ -382,7 +385,7 @@ def test_recomputed_y_is_the_y_that_was_not_kept():
     small = accelegrad_sharp(0.1, norm="linf", coupling=0.1, recompute_y=True)
     a, b, sa, sb = x0, x0, full.init(x0), small.init(x0)
     assert sb.y == () and isinstance(sb, AcceleGradSharpState)
-    full_update, small_update = jax.jit(full.update), jax.jit(small.update)
+    full_update, small_update = jit(full.update), jit(small.update)
     for _ in range(5):
         ua, sa = full_update(a, sa, a)
         ub, sb = small_update(b, sb, b)
@@ -420,11 +423,11 @@ def test_bfloat16_parameters_follow_the_float32_iterates():
         return (optax.apply_updates(x, updates), state), None
 
     run = lambda x: jax.lax.scan(step, (x, opt.init(x)), None, length=400)[0]
-    _, state = jax.jit(run)(params)
+    _, state = jit(run)(params)
     assert float(jnp.mean(state.y - params.astype(jnp.float32))) < -1e-3
     # Emission lands on the rounded iterate for nearly all entries, exactly in float32.
     landed, target = (
-        jax.jit(lambda p, g, opt=opt: opt.update(g, opt.init(p), p)[0])(params, g)
+        jit(lambda p, g, opt=opt: opt.update(g, opt.init(p), p)[0])(params, g)
         for opt in (accelegrad_sharp(0.01, norm="linf"),
                     accelegrad_sharp(0.01, norm="linf", update_dtype=jnp.float32)))
     assert landed.dtype == jnp.bfloat16 and target.dtype == jnp.float32
@@ -469,7 +472,7 @@ def test_resync_decides_where_the_gradient_point_comes_from():
     moved = jnp.full(3, 0.25)
     opts = [accelegrad_sharp(diameter=1.0, resync=r) for r in ("auto", "params", "state")]
     step = lambda x, moved: [opt.update(0 * x, opt.init(x), moved)[1].y for opt in opts]
-    for y, expected in zip(jax.jit(step)(jnp.ones(3), moved), (0.25, 0.25, 1.0)):
+    for y, expected in zip(jit(step)(jnp.ones(3), moved), (0.25, 0.25, 1.0)):
         np.testing.assert_allclose(y, expected)
 
 

@@ -21,6 +21,8 @@ from fadex.optim import (
     sharp,
 )
 
+# Programs that run for a moment on a few numbers: nearly all of the time would be LLVM's.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 EXACT = {"spectral": "svd", "spectral_conv": "svd", "nuclear": "svd"}
 SPECS = [
     NormSpec(n, p=3.0 if n in ("lp", "schatten") else None, method=EXACT.get(n, "auto"))
@@ -103,13 +105,13 @@ def evaluated(spec):
     poisoned = s.copy()
     poisoned[..., 0, 1] = np.nan
     inputs = np.stack([*(np.float32(scale) * s for scale in SCALES), poisoned])
-    out = [np.asarray(a) for a in jax.jit(program)(inputs, points)]
+    out = [np.asarray(a) for a in jit(program)(inputs, points)]
     return s, points, *out
 
 
 def jitted(*functions):
     """The results of several functions of the same arrays, from one program."""
-    return jax.jit(lambda *arrays: [f(*arrays) for f in functions])
+    return jit(lambda *arrays: [f(*arrays) for f in functions])
 
 
 inner = lambda a, b: float(np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64)))
@@ -180,7 +182,7 @@ def test_newton_schulz_direction_is_within_its_accuracy_of_the_svd():
     # Condition number 30: polar express with 6 steps stays within 2.6e-3 of 1 there.
     u, _, vt = np.linalg.svd(np.random.default_rng(0).standard_normal((16, 24)))
     s = ((u * np.geomspace(1, 1 / 30, 16)) @ vt[:16]).astype(np.float32)
-    step, dual = jax.jit(functools.partial(lmo_with_dual, "spectral"))(s)
+    step, dual = jit(functools.partial(lmo_with_dual, "spectral"))(s)
     scale = math.sqrt(24 / 16)
     assert np.linalg.norm(step + scale * u @ vt[:16], 2) <= 5e-3 * scale
     np.testing.assert_allclose(dual, scale * np.geomspace(1, 1 / 30, 16).sum(), rtol=5e-3)
@@ -213,7 +215,7 @@ def test_upper_bound_holds_and_is_tight_to_the_rank_factor():
             assert bounds[3] == 0
     # Rank one: the bound is the norm itself.
     x = np.outer(np.arange(1, 5.0), np.ones(3)).astype(np.float32)
-    bound = jax.jit(functools.partial(norm_upper_bound, "spectral"))(x)
+    bound = jit(functools.partial(norm_upper_bound, "spectral"))(x)
     np.testing.assert_allclose(bound, np.linalg.norm(x) / math.sqrt(3 / 4), rtol=1e-5)
 
 
@@ -255,7 +257,7 @@ def test_transposition_swaps_inputs_and_outputs():
 
 
 def test_l1_takes_the_lowest_index_among_ties():
-    step = jax.jit(functools.partial(lmo, "l1"))(np.array([1.0, -2.0, 2.0], np.float32))
+    step = jit(functools.partial(lmo, "l1"))(np.array([1.0, -2.0, 2.0], np.float32))
     np.testing.assert_array_equal(step, [0, 1, 0])
 
 
@@ -267,7 +269,7 @@ def test_scalars_single_rows_and_empty_arrays(name):
     scalar = np.float32(-3.0) if not matrix else np.full((1, 1), -3.0, np.float32)
     # One row: U Vᵀ is g / ‖g‖ with every singular-value norm.
     g = np.array([[3.0, 4.0, 0.0]], np.float32)
-    run = jax.jit(lambda s, e, g: (of(s), of(e), lmo(spec, g)))
+    run = jit(lambda s, e, g: (of(s), of(e), lmo(spec, g)))
     (step, dual), (empty, none), row = run(scalar, np.zeros((0, 3), np.float32), g)
     if not matrix:
         assert step == 1 and dual == 3

@@ -22,6 +22,8 @@ from fadex.optim import (
     weight_dimension_numbers,
 )
 
+# Programs that run for a moment on a few numbers: nearly all of the time would be LLVM's.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 SPECS = {"w": NormSpec("spectral", radius=3.0, method="svd"), "b": NormSpec("linf", radius=0.5)}
 
 
@@ -35,7 +37,7 @@ def inner(a, b):
     return float(sum(np.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))))
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "product"))
+@functools.partial(jit, static_argnames=("specs", "product"))
 def everything(specs, g, product):
     """Everything the tests below ask of a tree, from one program: compiling dominates here."""
     spec = SPECS if specs is None else specs
@@ -58,7 +60,7 @@ def test_product_duals_lmos_and_sharp_operators_by_their_definitions(product):
     np.testing.assert_allclose(inner(g, up), dual**2, rtol=1e-5)
     np.testing.assert_allclose(up_size, dual, rtol=1e-5)
     # Nothing near or far has a larger ⟨g, x⟩ - ‖x‖²/2.
-    objective = jax.jit(jax.vmap(
+    objective = jit(jax.vmap(
         lambda x: sum(jnp.vdot(g[k], x[k]) for k in g) - tree_norm(SPECS, x, product=product)**2 / 2
     ))
     others = [jax.tree.map(lambda x, d, size=size: x + size * d, up, tree(seed + 1))
@@ -214,7 +216,7 @@ def test_muons_dimension_numbers_choose_the_matrices():
         beta=0.0, nesterov=False, weight_dimension_numbers=MuonDimensionNumbers(0, (1, 2)))
     g = np.random.default_rng(0).standard_normal((4, 2, 3)).astype(np.float32)
     spec = NormSpec("spectral", scale="unit", dims=specs["a"].dims, steps=5, coefficients="muon")
-    ours, theirs = jax.jit(lambda g: (tree_lmo(spec, g), muon.update(g, muon.init(g))[0]))(g)
+    ours, theirs = jit(lambda g: (tree_lmo(spec, g), muon.update(g, muon.init(g))[0]))(g)
     np.testing.assert_allclose(-ours, theirs, atol=1e-5)
     with pytest.raises(TypeError, match="dims: expected MuonDimensionNumbers or None at 'w'"):
         assign_norms(params, dims={"a": None, "w": 3, "b": None})

@@ -1,5 +1,6 @@
 """Scion against NumPy and against a peer's recorded steps; the constraint; clipping."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 
 from fadex.optim import NormSpec, norm, scale_by_lmo, scion, scion_init
 
+# Programs that run for a moment on a few numbers: nearly all of the time would be LLVM's.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 GOLDEN = Path(__file__).parents[1] / "golden"
 SPECS = {
     "w": NormSpec("spectral", radius=2.0, method="svd"),
@@ -71,7 +74,7 @@ def test_steps_are_the_formulas(options):
             return (x, state), x
 
         stacked = {k: np.stack([g[k] for g in grads]) for k in SHAPES}
-        run = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[1])
+        run = jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[1])
         points = run(draw(0), stacked)
     want, d = draw(0), {k: np.zeros(s) for k, s in SHAPES.items()}
     for t, g in enumerate(grads):
@@ -107,7 +110,7 @@ def test_constrained_weights_never_leave_their_balls():
         return jax.lax.scan(step, (params, opt.init(params)), grads)[1]
 
     # A huge s never clips.
-    sizes = jax.jit(jax.vmap(run, (None, None, 0)))(params, grads, jnp.array([1e9, 0.5]))
+    sizes = jit(jax.vmap(run, (None, None, 0)))(params, grads, jnp.array([1e9, 0.5]))
     assert np.all(sizes.max((1, 2)) <= 1 + 1e-5) and np.all(sizes.max((1, 2)) > 0.5)
 
 
@@ -137,7 +140,7 @@ def test_fifty_steps_equal_a_peers(constrained):
             updates, state = opt.update(g, state, x)
             return (optax.apply_updates(x, updates), state), None
 
-        x = jax.jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[0][0])(x, grads)
+        x = jit(lambda x, g: jax.lax.scan(step, (x, opt.init(x)), g)[0][0])(x, grads)
         name = "constrained" if constrained else "unconstrained"
         for k in specs:
             np.testing.assert_allclose(x[k], ours(data[f"{name}/{k}"]), rtol=0, atol=1e-6)
@@ -147,7 +150,7 @@ def test_initial_weights_lie_on_their_spheres():
     params = {k: jnp.ones(s, jnp.bfloat16 if k == "h" else jnp.float32)
               for k, s in SHAPES.items()}
     layers = {"stacked": jnp.zeros((3, 4, 6)), "alike": jnp.zeros((4, 6))}
-    build = jax.jit(lambda key, p, layers: (
+    build = jit(lambda key, p, layers: (
         scion_init(key, p, SPECS), scion_init(key, layers, SPECS["w"])))
     start, layers = build(jax.random.key(0), params, layers)
     for k in SHAPES:
@@ -172,7 +175,7 @@ def test_lmo_piece_in_a_chain_is_unconstrained_scion():
                         optax.scale_by_learning_rate(0.1))
     whole = scion(0.1, 0.3, SPECS, clip=0.1)
     a, b = chain.init(params), whole.init(params)
-    update = jax.jit(lambda g, a, b: (*chain.update(g, a), *whole.update(g, b, params)))
+    update = jit(lambda g, a, b: (*chain.update(g, a), *whole.update(g, b, params)))
     for t in range(3):
         g = {k: jnp.asarray(v, jnp.float32) for k, v in draw(t + 1).items()}
         ua, a, ub, b = update(g, a, b)
