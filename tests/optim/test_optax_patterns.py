@@ -162,13 +162,13 @@ def test_gradients_flow_to_hyperparameters(name):
             return (x + updates, state), None
 
         x = np.array([1.0, -0.5, 0.25], np.float32)
-        return final(jax.lax.scan(step, (x, opt.init(x)), None, length=5)[0][0])
+        return final(jax.lax.scan(step, (x, opt.init(x)), None, length=3)[0][0])
 
     h = 0.01 * value
     values, slopes = jit(jax.vmap(jax.value_and_grad(run)))(
         np.array([value - h, value, value + h], np.float32))
     np.testing.assert_allclose(slopes[1], (values[2] - values[0]) / (2 * h), rtol=0.1)
-    assert abs(slopes[1]) > 1e-3
+    assert abs(slopes[1]) > 1e-4
 
 
 @each
