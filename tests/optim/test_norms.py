@@ -207,11 +207,15 @@ def test_upper_bound_holds_and_is_tight_to_the_rank_factor():
     for shape in [(6, 6), (40, 8), (8, 40)]:
         x = rng.standard_normal(shape).astype(np.float32)
         # The norm's unit is the ball of radius √(N/K) in the largest singular value.
-        size = np.linalg.norm(x.astype(np.float64), 2) / math.sqrt(shape[1] / shape[0])
+        sigma = np.linalg.svd(x.astype(np.float64), compute_uv=False)
+        size = sigma[0] / math.sqrt(shape[1] / shape[0])
         for k, bounds in zip(squarings, run(scales * x)):
             ratio = np.asarray(bounds, np.float64)[:3] / (scales[:3, 0, 0] * size)
             assert np.all(ratio >= 1 - 1e-6)
             assert np.all(ratio <= min(shape) ** 2.0 ** -(k + 1) * (1 + 1e-5))
+            power = 2.0 ** (k + 1)
+            written = ((sigma / sigma[0]) ** power).sum() ** (1 / power)
+            np.testing.assert_allclose(ratio, written, rtol=2e-5)
             assert bounds[3] == 0
     # Rank one: the bound is the norm itself.
     x = np.outer(np.arange(1, 5.0), np.ones(3)).astype(np.float32)
