@@ -5,10 +5,10 @@
 
 Everyone runs the same steps with the same coefficients: five of Muon's. Ours and optax's are
 compiled JAX; ``torch.optim.Muon``'s function, ``gram-newton-schulz`` and ``pytorch-optimizer``
-run eagerly where they are installed (the extra ``bench-optim``; on the CPU unless torch sees a GPU, the copy to it not
-counted), and are left out with a message where not. Reported: the median over interleaved rounds
-of each method's time over optax's, and the largest difference from its result. torch's own
-function always works in bfloat16 and ``gram-newton-schulz`` in float16.
+run eagerly where they are installed (the extra ``bench-optim``; on the CPU unless torch sees a
+GPU, the copy to it not counted), and are left out with a message where not. Reported: the median
+over interleaved rounds of each method's time over optax's, and the largest difference from its
+result. torch's own function always works in bfloat16 and ``gram-newton-schulz`` in float16.
 """
 
 from __future__ import annotations
