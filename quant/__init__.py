@@ -1,3 +1,37 @@
-"""Number formats, quantizers and quantized pytrees. No method has landed here yet."""
+"""Number formats, quantizers and quantized pytrees."""
 
-__all__: list[str] = []
+from fadex.quant.elements import (
+    ELEMENTS,
+    Element,
+    decode_element,
+    element_levels,
+    encode_element,
+)
+from fadex.quant.formats import Format, fp8, int_group, mxfp4, mxfp6, mxfp8, nf4, nvfp4
+from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
+from fadex.quant.packing import pack, packed_length, repack, unpack
+from fadex.quant.qarray import QuantizedArray, quantize_array
+
+__all__ = [
+    "ELEMENTS",
+    "Element",
+    "Format",
+    "FourOverSix",
+    "QuantizedArray",
+    "decode_element",
+    "element_levels",
+    "encode_element",
+    "fp8",
+    "int_group",
+    "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "nf4",
+    "nvfp4",
+    "nvfp4_4o6",
+    "pack",
+    "packed_length",
+    "quantize_array",
+    "repack",
+    "unpack",
+]

@@ -1,0 +1,96 @@
+r"""Four Over Six: NVFP4 whose blocks may map their largest magnitude to 4 instead of 6.
+
+The e2m1 grid is coarse between 4 and 6. Mapping a block's largest magnitude to 4 leaves the value
+6 unused and halves that gap; each block takes the better of
+
+.. math:: s_6 = \mathrm{e4m3}\big(m / 6g\big), \qquad s_4 = \mathrm{e4m3}\big(m / 4g\big), \qquad
+          g = \frac{\max |x|}{6 \cdot 256},
+
+by its squared error (``rule='mse'``), absolute error (``'mae'``) or largest error (``'absmax'``);
+a tie keeps 6. The tensor scale uses 256 in place of 448 so that :math:`s_4 \le 384` never
+saturates. What is stored is plain NVFP4.
+
+Source: Four Over Six (arXiv 2512.02010).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fadex.core.checks import check_choice
+from fadex.quant.formats import Blocks, Format, hold
+
+__all__ = ["FourOverSix", "nvfp4_4o6"]
+
+RULES = ("mse", "mae", "absmax")
+
+
+@dataclasses.dataclass(frozen=True)
+class FourOverSix(Format):
+    """The format of :func:`nvfp4_4o6`."""
+
+    rule: str = "mse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("rule", self.rule, RULES)
+
+    @property
+    def scale_max(self) -> float:
+        return 256.0
+
+    def encode_blocks(
+        self, x: jax.Array, tensor_scale: jax.Array | None, *, axis: int,
+        importance: jax.Array | None = None, hold: Any = hold,
+    ) -> Blocks:
+        largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+        bad = ~(largest <= jnp.finfo(jnp.float32).max)
+        largest = hold(jnp.where(bad, 0.0, largest))
+        best: tuple[jax.Array, jax.Array, jax.Array] | None = None
+        for top in (6.0, 4.0):
+            stored = self._encode_scale(largest / hold(hold(top) * tensor_scale))
+            scale = self.scale_values(stored)
+            scaled = x / hold(scale * tensor_scale)
+            codes = self.encode_values(scaled)
+            miss = jnp.abs(self.decode_values(codes) - scaled)
+            if self.rule == "absmax":
+                error = scale * jnp.max(miss, axis=axis, keepdims=True)
+            else:
+                power = 2 if self.rule == "mse" else 1
+                miss = miss * miss if power == 2 else miss
+                miss = miss if importance is None else miss * importance
+                error = scale**power * jnp.sum(miss, axis=axis, keepdims=True)
+            if best is None:
+                best = hold_all((error, stored, codes), hold)
+                continue
+            better = error < best[0]
+            best = (error, jnp.where(better, stored, best[1]), jnp.where(better, codes, best[2]))
+        return Blocks(best[2], self.finish_scales(best[1], bad))
+
+
+def hold_all(values: tuple[jax.Array, ...], hold: Any) -> tuple[jax.Array, ...]:
+    """A barrier for a running best, so that no candidate is computed twice."""
+    from fadex.quant.formats import hold as barrier
+
+    return jax.lax.optimization_barrier(values) if hold is barrier else values
+
+
+def nvfp4_4o6(rule: str = "mse", *, block: int = 16) -> FourOverSix:
+    """NVFP4 with the Four-Over-Six choice of block scales (see the module).
+
+    Args:
+      rule: ``'mse'``, ``'mae'`` or ``'absmax'``: the error by which a block chooses.
+      block: values that share a scale.
+
+    Example:
+      >>> nvfp4_4o6().name, nvfp4_4o6().bits_per_weight()
+      ('nvfp4_4o6', 4.5)
+    """
+    check_choice("rule", rule, RULES)
+    name = "nvfp4_4o6" + ("" if rule == "mse" else f"_{rule}")
+    name += "" if block == 16 else f"_g{block}"
+    return FourOverSix(name, "e2m1", block, "e4m3fn", two_level=True, rule=rule)
