@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -292,7 +293,7 @@ def perturbation_from_surrogate(
                 warnings.simplefilter("ignore", integrate.IntegrationWarning)
                 return sum(
                     integrate.quad(fn, a, b, epsabs=1e-13 * top, epsrel=1e-11, limit=400)[0]
-                    for a, b in zip(panels, panels[1:])
+                    for a, b in itertools.pairwise(panels)
                 )
 
         mass = 2 * quad(lambda x: float(on(value, inner(x))) * inner(x))
