@@ -11,6 +11,16 @@ from fadex.quant.formats import Format, fp8, int_group, mxfp4, mxfp6, mxfp8, nf4
 from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
 from fadex.quant.packing import pack, packed_length, repack, unpack
 from fadex.quant.qarray import QuantizedArray, quantize_array
+from fadex.quant.razer import (
+    RaZeR,
+    quantize_razer,
+    razer_e3m3,
+    razer_e4m3,
+    razer_scales,
+    razer_selector,
+    special_value_errors,
+    to_two_pass,
+)
 
 __all__ = [
     "ELEMENTS",
@@ -18,6 +28,7 @@ __all__ = [
     "Format",
     "FourOverSix",
     "QuantizedArray",
+    "RaZeR",
     "decode_element",
     "element_levels",
     "encode_element",
@@ -32,6 +43,13 @@ __all__ = [
     "pack",
     "packed_length",
     "quantize_array",
+    "quantize_razer",
+    "razer_e3m3",
+    "razer_e4m3",
+    "razer_scales",
+    "razer_selector",
     "repack",
+    "special_value_errors",
+    "to_two_pass",
     "unpack",
 ]

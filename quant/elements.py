@@ -199,6 +199,13 @@ def decode_float(codes: jax.Array, element: Element) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def round_e2m1(z: jax.Array) -> jax.Array:
+    """Nearest e2m1 value, ties to even: adding and taking away ``2^23`` quanta rounds to one."""
+    a = jnp.abs(z)
+    magic = jnp.where(a < 2, 0.5, jnp.where(a < 4, 1.0, 2.0)) * jnp.float32(2.0**23)
+    return jnp.copysign(jnp.minimum((a + magic) - magic, 6.0), z)
+
+
 def encode_int(x: jax.Array, bits: int, low: int | None = None) -> jax.Array:
     """Nearest integers (ties to even), clipped to the width, as two's complement in int32."""
     low = -(1 << (bits - 1)) if low is None else low

@@ -351,17 +351,19 @@ class Format:
 # --- constructors
 
 
-def nvfp4(block: int = 16) -> Format:
+def nvfp4(block: int = 16, *, scale: str = "e4m3fn") -> Format:
     """NVFP4: e2m1 in blocks of 16 with e4m3fn scales under a float32 scale per matrix.
 
     :math:`g = \\max|x| / 2688`, :math:`s = \\mathrm{e4m3}(m / 6g)`; 4.5 bits per weight.
+    ``scale='e3m3'`` takes an unsigned 6-bit scale in its place (stored in a byte).
 
     Example:
       >>> nvfp4().name, nvfp4().bits_per_weight()
       ('nvfp4', 4.5)
     """
-    name = "nvfp4" if block == 16 else f"nvfp4_g{block}"
-    return Format(name, "e2m1", block, "e4m3fn", two_level=True)
+    check_choice("scale", scale, ("e4m3fn", "e3m3"))
+    name = ("nvfp4" if scale == "e4m3fn" else "nvfp4_e3m3") + ("" if block == 16 else f"_g{block}")
+    return Format(name, "e2m1", block, scale, two_level=True)
 
 
 def _mx(name: str, element: str, block: int, scale_rule: str) -> Format:

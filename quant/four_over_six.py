@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fadex.core.checks import check_choice
+from fadex.quant.elements import round_e2m1
 from fadex.quant.formats import Blocks, Format, hold
 
 __all__ = ["FourOverSix", "nvfp4_4o6"]
@@ -50,33 +51,25 @@ class FourOverSix(Format):
         largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
         bad = ~(largest <= jnp.finfo(jnp.float32).max)
         largest = hold(jnp.where(bad, 0.0, largest))
-        best: tuple[jax.Array, jax.Array, jax.Array] | None = None
+        best = None
         for top in (6.0, 4.0):
             stored = self._encode_scale(largest / hold(hold(top) * tensor_scale))
             scale = self.scale_values(stored)
             scaled = x / hold(scale * tensor_scale)
-            codes = self.encode_values(scaled)
-            miss = jnp.abs(self.decode_values(codes) - scaled)
+            # In units of the tensor scale, so that squares neither overflow nor vanish.
+            miss = jnp.abs(round_e2m1(scaled) - scaled)
             if self.rule == "absmax":
                 error = scale * jnp.max(miss, axis=axis, keepdims=True)
             else:
                 power = 2 if self.rule == "mse" else 1
-                miss = miss * miss if power == 2 else miss
-                miss = miss if importance is None else miss * importance
+                miss = miss**power if importance is None else importance * miss**power
                 error = scale**power * jnp.sum(miss, axis=axis, keepdims=True)
-            if best is None:
-                best = hold_all((error, stored, codes), hold)
-                continue
-            better = error < best[0]
-            best = (error, jnp.where(better, stored, best[1]), jnp.where(better, codes, best[2]))
-        return Blocks(best[2], self.finish_scales(best[1], bad))
-
-
-def hold_all(values: tuple[jax.Array, ...], hold: Any) -> tuple[jax.Array, ...]:
-    """A barrier for a running best, so that no candidate is computed twice."""
-    from fadex.quant.formats import hold as barrier
-
-    return jax.lax.optimization_barrier(values) if hold is barrier else values
+            best = (error, stored) if best is None else (
+                best[0], jnp.where(error < best[0], stored, best[1])
+            )
+        stored = best[1]
+        codes = self.encode_values(x / hold(self.scale_values(stored) * tensor_scale))
+        return Blocks(codes, self.finish_scales(stored, bad))
 
 
 def nvfp4_4o6(rule: str = "mse", *, block: int = 16) -> FourOverSix:
