@@ -21,15 +21,36 @@ from fadex.quant.razer import (
     special_value_errors,
     to_two_pass,
 )
+from fadex.quant.recipes import Recipe, Rule
+from fadex.quant.site import QuantizedSite, Site, calibrate_activations, site_matmul
+from fadex.quant.tree import (
+    QuantizationReport,
+    ReportRow,
+    bits_per_weight,
+    calibrate_special_values,
+    dequantize,
+    quantization_report,
+    quantize,
+)
 
 __all__ = [
     "ELEMENTS",
     "Element",
     "Format",
     "FourOverSix",
+    "QuantizationReport",
     "QuantizedArray",
+    "QuantizedSite",
     "RaZeR",
+    "Recipe",
+    "ReportRow",
+    "Rule",
+    "Site",
+    "bits_per_weight",
+    "calibrate_activations",
+    "calibrate_special_values",
     "decode_element",
+    "dequantize",
     "element_levels",
     "encode_element",
     "fp8",
@@ -42,6 +63,8 @@ __all__ = [
     "nvfp4_4o6",
     "pack",
     "packed_length",
+    "quantization_report",
+    "quantize",
     "quantize_array",
     "quantize_razer",
     "razer_e3m3",
@@ -49,6 +72,7 @@ __all__ = [
     "razer_scales",
     "razer_selector",
     "repack",
+    "site_matmul",
     "special_value_errors",
     "to_two_pass",
     "unpack",

@@ -143,6 +143,30 @@ class QuantizedArray:
             )
         return jax.tree.map(lambda leaf: leaf[index], self)
 
+    def columns(self, start: int, stop: int) -> QuantizedArray:
+        """Columns ``start:stop`` of the last axis, which must not be the block axis."""
+        if self.axis == -1:
+            raise ValueError("columns: the last axis is the block axis; take rows instead")
+        cut = lambda a: None if a is None else a[..., start:stop]
+        return dataclasses.replace(
+            self, codes=cut(self.codes), scales=cut(self.scales), zero_point=cut(self.zero_point)
+        )
+
+    def take(self, index: jax.Array) -> jax.Array:
+        """Values of the rows ``index`` of a matrix ``[V, D]``: ``index.shape + (D,)``.
+
+        With block axis -1 only those rows are decoded; otherwise the whole matrix is.
+        """
+        if self.ndim != 2:
+            raise ValueError(f"take: expected a matrix, got shape {self.shape}")
+        if self.axis != -1:
+            return jnp.take(self.dequantize(), index, axis=0)
+        rows = lambda a: None if a is None else jnp.take(a, index, axis=0)
+        return dataclasses.replace(
+            self, codes=rows(self.codes), scales=rows(self.scales),
+            zero_point=rows(self.zero_point),
+        ).dequantize()
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a QuantizedArray is not an array: call dequantize() for its values")
 
