@@ -1,6 +1,13 @@
 """Quantization-aware training: surrogate derivatives as expected zeroth-order estimators."""
 
 from fadex.quant.qat.estimators import KINDS, Estimate, estimate
+from fadex.quant.qat.fake_quant import (
+    FixedScale,
+    fake_quant,
+    fake_quant_array,
+    fixed_scale,
+    surrogate_factor,
+)
 from fadex.quant.qat.perturbations import (
     BANDWIDTHS,
     PERTURBATIONS,
@@ -25,6 +32,7 @@ from fadex.quant.qat.theory import (
     smoothed_quantizer,
     uniform_ripple,
 )
+from fadex.quant.qat.transform import ZoeSurrogateState, zoe_surrogate
 
 __all__ = [
     "BANDWIDTHS",
@@ -32,12 +40,17 @@ __all__ = [
     "KINDS",
     "PERTURBATIONS",
     "Estimate",
+    "FixedScale",
     "InverseSurrogate",
     "Kernel",
     "Perturbation",
+    "ZoeSurrogateState",
     "arctan",
     "convergence_bound",
     "estimate",
+    "fake_quant",
+    "fake_quant_array",
+    "fixed_scale",
     "gaussian",
     "laplace",
     "linearization_error_bound",
@@ -49,8 +62,10 @@ __all__ = [
     "sigmoid",
     "smoothed_quantizer",
     "ste",
+    "surrogate_factor",
     "surrogate_round",
     "surrogate_weight",
     "uniform",
     "uniform_ripple",
+    "zoe_surrogate",
 ]

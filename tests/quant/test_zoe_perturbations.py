@@ -1,0 +1,160 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from fadex.quant.qat import (
+    PERTURBATIONS,
+    Kernel,
+    gaussian,
+    make_kernel,
+    perturbation_from_surrogate,
+    sigmoid,
+    ste,
+    surrogate_weight,
+)
+
+SMOOTH = [name for name in PERTURBATIONS if name != "rademacher"]
+ZETA_3 = 1.2020569031595942
+C_SIGMOID = 7 * ZETA_3 / (2 * math.pi**2)
+
+
+def logistic(u):
+    return jax.nn.sigmoid(u) * jax.nn.sigmoid(-u)
+
+
+@pytest.fixture(scope="module")
+def sigmoid_inverse():
+    return perturbation_from_surrogate(logistic, "logistic")
+
+
+def density(name):
+    """The families' densities, from scipy's distributions where it has them."""
+    h = C_SIGMOID**-0.5
+    return {
+        "uniform": stats.uniform(-math.sqrt(3), 2 * math.sqrt(3)).pdf,
+        "gaussian": stats.norm.pdf,
+        "laplace": stats.laplace(scale=math.sqrt(0.5)).pdf,
+        "arctan": stats.t(3, scale=3**-0.5).pdf,
+        # -h^2 g'(h z) / z of the logistic density.
+        "sigmoid": lambda z: h**2 * stats.logistic.pdf(h * z) * np.tanh(h * z / 2) / z,
+    }[name]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", SMOOTH)
+def test_densities_have_unit_variance_and_the_stated_tails(name):
+    p, lam = PERTURBATIONS[name], density(name)
+    far = math.sqrt(3) if name == "uniform" else np.inf
+    quad = lambda fn, a, b=far: integrate.quad(fn, min(a, b), b, epsabs=1e-11, limit=200)[0]
+    tiny = 1e-12
+    assert abs(2 * quad(lam, tiny) - 1) < 1e-7
+    assert abs(2 * quad(lambda z: z * z * lam(z), tiny) - 1) < 1e-6
+    a = np.array([0.0, 0.3, 0.9, 1.7, 2.6, 5.0])
+    tails = [quad(lambda z: z * lam(z), max(x, tiny)) for x in a]
+    np.testing.assert_allclose(p.tail(jnp.asarray(a, jnp.float32)), tails, rtol=3e-6, atol=1e-7)
+    np.testing.assert_array_equal(p.tail(-jnp.asarray(a)), p.tail(jnp.asarray(a)))
+    below = np.array([0.5 + quad(lam, tiny) - quad(lam, max(x, tiny)) for x in a])
+    np.testing.assert_allclose(p.cdf(jnp.asarray(a, jnp.float32)), below, atol=2e-6)
+    np.testing.assert_allclose(p.cdf(-jnp.asarray(a, jnp.float32)), 1 - below, atol=2e-6)
+    np.testing.assert_allclose(
+        p.density(jnp.asarray(a, jnp.float32)), lam(np.maximum(a, 1e-6)), rtol=1e-5, atol=1e-8
+    )
+    if math.isfinite(p.reach):
+        assert float(p.tail(jnp.float32(p.reach * 1.0001))) < 1e-8
+
+
+def test_samples_follow_their_distribution():
+    """Kolmogorov-Smirnov, 40 000 draws each: five tests at 1e-4, false alarm 5e-4 in all."""
+    keys = jax.random.split(jax.random.key(3), 6)
+    draws = {
+        name: np.asarray(p.sample(key, (40_000,)))
+        for key, (name, p) in zip(keys, PERTURBATIONS.items())
+    }
+    assert set(np.unique(draws["rademacher"])) == {-1.0, 1.0}
+    assert abs(draws["rademacher"].mean()) < 4 / 200
+    exact = {
+        "uniform": stats.uniform(-math.sqrt(3), 2 * math.sqrt(3)).cdf,
+        "gaussian": stats.norm.cdf,
+        "laplace": stats.laplace(scale=math.sqrt(0.5)).cdf,
+        "arctan": stats.t(3, scale=3**-0.5).cdf,
+    }
+    for name, cdf in exact.items():
+        assert stats.kstest(draws[name], cdf).pvalue > 1e-4, name
+    # Logistic draws accepted with probability 2 tanh(u/2) / u have the sigmoid's density.
+    rng = np.random.default_rng(0)
+    u = rng.logistic(size=120_000)
+    kept = u[rng.random(len(u)) < 2 * np.tanh(u / 2) / u] * math.sqrt(C_SIGMOID)
+    assert stats.ks_2samp(draws["sigmoid"], kept).pvalue > 1e-4
+
+
+def test_the_inverse_map_recovers_the_sigmoid_surrogate(sigmoid_inverse):
+    found = sigmoid_inverse
+    assert abs(found.c - C_SIGMOID) < 1e-8
+    assert abs(found.mass - 1) < 1e-8 and abs(found.delta - C_SIGMOID**-0.5) < 1e-7
+    u = jnp.array([0.0, 0.5, 1.0, 2.0])
+    exact = np.array([0.25, 0.2350037, 0.1966119, 0.1049936])
+    # Through the kernel of one threshold, and through the family that is built in.
+    for kernel in (make_kernel(found.perturbation, found.delta), sigmoid(found.delta)):
+        got = surrogate_weight(u, [-0.5, 0.5], kernel=kernel)
+        np.testing.assert_allclose(got, exact, rtol=2e-6)
+    # E z [H(u + dz) - H(u - dz)] / 2d over its own samples: z-scores of four points.
+    z = np.asarray(found.perturbation.sample(jax.random.key(1), (400_000,)), np.float64)
+    for x, want in zip(np.asarray(u), exact):
+        moved = (x + found.delta * z >= 0) * 1.0 - (x - found.delta * z >= 0)
+        draws = z * moved / (2 * found.delta)
+        assert abs(draws.mean() - want) < 4.5 * draws.std() / math.sqrt(len(z))
+    np.testing.assert_allclose(
+        found.perturbation.density(jnp.array([0.0, 1.0])),
+        PERTURBATIONS["sigmoid"].density(jnp.array([0.0, 1.0])), rtol=1e-4,
+    )
+    np.testing.assert_allclose(
+        found.perturbation.cdf(jnp.array([-1.0, 0.0, 1e-5, 2.0])),
+        PERTURBATIONS["sigmoid"].cdf(jnp.array([-1.0, 0.0, 1e-5, 2.0])), atol=1e-6,
+    )
+
+
+def test_the_inverse_map_of_the_arctan_surrogate_has_c_1_whatever_its_height():
+    found = perturbation_from_surrogate(lambda u: 5 / (1 + u * u))
+    assert abs(found.c - 1) < 1e-7 and abs(found.delta - 1) < 1e-7
+    assert abs(found.mass - 5 * math.pi) < 1e-6 * found.mass
+
+
+@pytest.mark.parametrize(("g", "message"), [
+    (lambda u: jnp.maximum(1 - jnp.abs(u), 0), "c is infinite"),  # triangle
+    (lambda u: 1 / (1 + jnp.abs(u)) ** 2, "c is infinite"),  # fast sigmoid
+    (lambda u: jnp.exp(-jnp.abs(u)), "c is infinite"),
+    (lambda u: jnp.where(jnp.abs(u) < 1, 0.5, 0.0), "it has jumps"),
+    (lambda u: (1 + u * u) ** -0.5, "expected an integrable function"),
+    (lambda u: jnp.exp(-((u - 1) ** 2)), "expected an even function"),
+    (lambda u: u * u * jnp.exp(-u * u) + 1e-3, "does not increase"),
+    (lambda u: -1.0 + 0 * u, "g\\(0\\) > 0"),
+])  # fmt: skip
+def test_surrogates_that_no_perturbation_induces_raise(g, message):
+    with pytest.raises(ValueError, match=f"^g: .*{message}"):
+        perturbation_from_surrogate(g)
+
+
+def test_kernels_are_pytrees_of_their_radius():
+    kernel = gaussian(0.5, "relative")
+    assert jax.tree.leaves(kernel) == [0.5]
+    doubled = jax.tree.map(lambda d: 2 * d, kernel)
+    assert doubled == gaussian(1.0, "relative")
+    moving = gaussian(lambda count: 0.5 - 0.25 * count / 10)
+    assert moving.scheduled and moving.at(5).delta == 0.375
+    assert kernel.at(5) is kernel and isinstance(ste(), Kernel)
+
+
+def test_kernel_errors_name_the_argument():
+    for call, error, message in (
+        (lambda: gaussian(0.0), ValueError, "delta: must lie in"),
+        (lambda: gaussian(float("nan")), ValueError, "delta: must be finite"),
+        (lambda: gaussian("wide"), TypeError, "delta: expected a real number"),
+        (lambda: gaussian(0.3, "cells"), ValueError, "bandwidth: expected one of"),
+        (lambda: make_kernel("gaussian"), TypeError, "perturbation: expected a Perturbation"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
