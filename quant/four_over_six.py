@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from fadex.core.checks import check_choice
 from fadex.quant.elements import round_e2m1
-from fadex.quant.formats import Blocks, Format, hold
+from fadex.quant.formats import Blocks, Format, block_sum, hold, materialize, plain
 
 __all__ = ["FourOverSix", "nvfp4_4o6"]
 
@@ -48,27 +48,47 @@ class FourOverSix(Format):
         self, x: jax.Array, tensor_scale: jax.Array | None, *, axis: int,
         importance: jax.Array | None = None, hold: Any = hold,
     ) -> Blocks:
+        store = materialize if hold is not plain else lambda fn, *args: fn(*args)
         largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
         bad = ~(largest <= jnp.finfo(jnp.float32).max)
-        largest = hold(jnp.where(bad, 0.0, largest))
-        best = None
-        for top in (6.0, 4.0):
-            stored = self._encode_scale(largest / hold(hold(top) * tensor_scale))
-            scale = self.scale_values(stored)
-            scaled = x / hold(scale * tensor_scale)
-            # In units of the tensor scale, so that squares neither overflow nor vanish.
-            miss = jnp.abs(round_e2m1(scaled) - scaled)
-            if self.rule == "absmax":
-                error = scale * jnp.max(miss, axis=axis, keepdims=True)
-            else:
-                power = 2 if self.rule == "mse" else 1
-                miss = miss**power if importance is None else importance * miss**power
-                error = scale**power * jnp.sum(miss, axis=axis, keepdims=True)
-            best = (error, stored) if best is None else (
-                best[0], jnp.where(error < best[0], stored, best[1])
-            )
-        stored = best[1]
-        codes = self.encode_values(x / hold(self.scale_values(stored) * tensor_scale))
+        largest = jnp.where(bad, 0.0, largest)
+
+        def scales(largest: jax.Array, tensor_scale: jax.Array) -> Any:
+            out = []
+            for top in (6.0, 4.0):
+                stored = self._encode_scale(hold(largest) / hold(hold(top) * tensor_scale))
+                scale = self.scale_values(stored)
+                out.append((stored, scale, hold(scale * tensor_scale)))
+            return out
+
+        def error(x: jax.Array, divisor: jax.Array, importance: Any) -> jax.Array:
+            # In units of the block scale, so that squares neither overflow nor vanish.
+            def misses(x: jax.Array, divisor: jax.Array, importance: Any) -> tuple[jax.Array]:
+                z = x / divisor
+                miss = jnp.abs(round_e2m1(z) - z)
+                miss = miss * miss if self.rule == "mse" else miss
+                return (miss if importance is None else importance * miss,)
+
+            return block_sum(
+                misses, x, divisor, importance, axis=axis,
+                reduce=jnp.maximum if self.rule == "absmax" else jnp.add,
+                unroll=hold is not plain,
+            )[0]
+
+        candidates = store(scales, largest, tensor_scale)
+        six, four = (
+            store(error, x, divisor, importance)
+            * (scale * scale if self.rule == "mse" else scale)
+            for _, scale, divisor in candidates
+        )
+        stored, divisor = store(
+            lambda better, candidates: tuple(
+                jnp.where(better, b, a)
+                for a, b in ((candidates[0][i], candidates[1][i]) for i in (0, 2))
+            ),
+            four < six, candidates,
+        )
+        codes = self.encode_values(x / divisor)
         return Blocks(codes, self.finish_scales(stored, bad))
 
 

@@ -30,6 +30,7 @@ followed here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ from fadex.quant.elements import (
     encode_float,
     round_e2m1,
 )
-from fadex.quant.formats import Blocks, Format, hold
+from fadex.quant.formats import Blocks, Format, block_sum, hold, materialize, plain
 from fadex.quant.packing import pack
 from fadex.quant.qarray import QuantizedArray, blocked, prepare, quantize_array
 
@@ -68,14 +69,19 @@ _MAGNITUDES = tuple(float(v) for v in element_levels("e2m1") if v >= 0)
 class RaZeR(Format):
     """The formats of :func:`razer_e4m3` and :func:`razer_e3m3`.
 
-    ``specials`` lists the values by selector; the selector sits above the scale's bits.
+    ``magnitudes`` are those of the special values; the selector sits above the scale's bits.
     """
 
-    specials: tuple[float, ...] = (5.0, -5.0)
+    magnitudes: tuple[float, ...] = (5.0,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "specials", tuple(self.specials))
+        object.__setattr__(self, "magnitudes", tuple(float(m) for m in self.magnitudes))
         super().__post_init__()
+
+    @property
+    def specials(self) -> tuple[float, ...]:
+        """Special values by selector: ``(+v, -v)`` for each magnitude."""
+        return tuple(sign * m for m in self.magnitudes for sign in (1, -1))
 
     @property
     def scale_shift(self) -> int:
@@ -107,23 +113,38 @@ class RaZeR(Format):
         self, x: jax.Array, tensor_scale: jax.Array | None, *, axis: int,
         importance: jax.Array | None = None, hold: Any = hold,
     ) -> Blocks:
+        store = materialize if hold is not plain else lambda fn, *args: fn(*args)
         largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
         bad = ~(largest <= jnp.finfo(jnp.float32).max)
-        largest = hold(jnp.where(bad, 0.0, largest))
-        best = None
-        for i, (error, stored) in enumerate(
-            candidate_errors(self, x, largest, tensor_scale, axis, importance, hold)
-        ):
-            stored = stored | (i << self.scale_shift)
-            if best is None:
-                best = (error, stored)
-            else:
-                better = error < best[0]
-                best = (jnp.where(better, error, best[0]), jnp.where(better, stored, best[1]))
-        stored = best[1]
-        divisor = hold(self.scale_values(stored) * tensor_scale)
-        special = hold(self.special_values(stored))
-        z = x / divisor
+        largest = jnp.where(bad, 0.0, largest)
+
+        def scales(largest: jax.Array, tensor_scale: jax.Array) -> Any:
+            return [self._magnitude_scale(m, largest, tensor_scale, hold) for m in self.magnitudes]
+
+        candidates = store(scales, largest, tensor_scale)
+        signed = [
+            store(
+                functools.partial(_signed_error, magnitude=m, axis=axis, hold=hold),
+                x, divisor, importance,
+            ) * scale * scale
+            for m, (_, scale, divisor) in zip(self.magnitudes, candidates)
+        ]
+
+        def choose(tensor_scale: jax.Array, candidates: Any, signed: list[jax.Array]) -> Any:
+            best = None
+            for i, ((stored, _, _), error) in enumerate(zip(candidates, signed)):
+                negative = jax.lax.bitcast_convert_type(error, jnp.int32) < 0
+                stored = stored | (2 * i + negative.astype(jnp.int32)) << self.scale_shift
+                error = jnp.abs(error)
+                better = None if best is None else error < best[0]
+                best = (error, stored) if best is None else (
+                    jnp.where(better, error, best[0]), jnp.where(better, stored, best[1])
+                )
+            stored = best[1]
+            return stored, self.scale_values(stored) * tensor_scale, self.special_values(stored)
+
+        stored, divisor, special = store(choose, tensor_scale, candidates, signed)
+        z = x / hold(divisor)
         codes = encode_float(z, _E2M1, saturate=True)
         # The code of negative zero is taken: zeros of either sign are code 0.
         codes = jnp.where(codes == _SPECIAL_CODE, 0, codes)
@@ -131,27 +152,36 @@ class RaZeR(Format):
         codes = jnp.where(closer, _SPECIAL_CODE, codes)
         return Blocks(codes, self.finish_scales(stored, bad))
 
+    def _magnitude_scale(
+        self, magnitude: float, largest: jax.Array, tensor_scale: jax.Array, hold: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A block's scale for one special magnitude: stored, its value, times the tensor's."""
+        unit = hold(hold(max(6.0, magnitude)) * tensor_scale)
+        stored = self._encode_scale(hold(largest) / unit)
+        scale = self.scale_values(stored)
+        return stored, scale, hold(scale * tensor_scale)
 
-def candidate_errors(
-    fmt: RaZeR, x: jax.Array, largest: jax.Array, tensor_scale: jax.Array, axis: int,
-    importance: jax.Array | None, hold: Any,
-):
-    """Yield ``(E_v / g^2, stored scale)`` for each special value of ``fmt``, in their order.
 
-    Errors are taken in units of the tensor scale, so that squares neither overflow nor vanish.
+def _signed_error(
+    x: jax.Array, divisor: jax.Array, importance: jax.Array | None, *, magnitude: float,
+    axis: int, hold: Any,
+) -> jax.Array:
+    """Least squared error, in units of the block scale, over ``+v`` and ``-v``, that negative.
+
+    In those units squares neither overflow nor vanish. One array holds both results, since XLA's
+    CPU compiler would make a pass over ``x`` for each of two.
     """
-    shared: dict[float, tuple[jax.Array, ...]] = {}
-    for special in fmt.specials:
-        top = max(6.0, abs(special))
-        if top not in shared:
-            stored = fmt._encode_scale(largest / hold(hold(top) * tensor_scale))
-            scale = fmt.scale_values(stored)
-            z = x / hold(scale * tensor_scale)
-            shared[top] = stored, scale, z, jnp.abs(z - round_e2m1(z))
-        stored, scale, z, miss = shared[top]
-        miss = jnp.minimum(miss, jnp.abs(z - special))
-        square = miss * miss if importance is None else importance * (miss * miss)
-        yield scale * scale * jnp.sum(square, axis=axis, keepdims=True), stored
+    def squares(x: jax.Array, divisor: jax.Array, importance: jax.Array | None) -> Any:
+        z = x / divisor
+        miss = jnp.abs(z - round_e2m1(z))
+        both = (jnp.minimum(miss, jnp.abs(z - magnitude)),
+                jnp.minimum(miss, jnp.abs(z + magnitude)))
+        return tuple(m * m if importance is None else importance * (m * m) for m in both)
+
+    plus, minus = block_sum(
+        squares, x, divisor, importance, axis=axis, unroll=hold is not plain
+    )
+    return jnp.where(minus < plus, -minus, plus)
 
 
 def _check_special(name: str, value: float) -> float:
@@ -186,7 +216,7 @@ def razer_e4m3(v: float = 5.0, *, block: int = 16) -> RaZeR:
     """
     v = _check_special("v", v)
     name = _label("razer_e4m3", ("v", v, 5.0), ("g", block, 16))
-    return RaZeR(name, "e2m1", block, "e4m3fn", two_level=True, specials=(v, -v))
+    return RaZeR(name, "e2m1", block, "e4m3fn", two_level=True, magnitudes=(v,))
 
 
 def razer_e3m3(w: float = 8.0, v: float = 5.0, *, block: int = 16) -> RaZeR:
@@ -210,7 +240,7 @@ def razer_e3m3(w: float = 8.0, v: float = 5.0, *, block: int = 16) -> RaZeR:
     if v == w:
         raise ValueError(f"w: equals v ({v}), so half of the selectors would be wasted")
     name = _label("razer_e3m3", ("w", w, 8.0), ("v", v, 5.0), ("g", block, 16))
-    return RaZeR(name, "e2m1", block, "e3m3", two_level=True, specials=(v, -v, w, -w))
+    return RaZeR(name, "e2m1", block, "e3m3", two_level=True, magnitudes=(v, w))
 
 
 def _check_razer(name: str, q: Any) -> RaZeR:
@@ -313,13 +343,12 @@ def special_value_errors(
     x, axis = prepare(x, fmt, axis)
     blocks, g, importance = blocked(x, fmt, axis, None, importance)
     g = g.reshape(g.shape + (1,) * (blocks.ndim - g.ndim))
-    largest = hold(jnp.max(jnp.abs(blocks), axis=axis, keepdims=True))
-    signed = tuple(s * float(v) for v in values for s in (1, -1))
-    trial = dataclasses.replace(fmt, specials=signed)
-    errors = [
-        error * (g * g)
-        for error, _ in candidate_errors(trial, blocks, largest, g, axis, importance, hold)
-    ]
-    return jnp.stack([
-        jnp.squeeze(jnp.minimum(a, b), axis=axis) for a, b in zip(errors[::2], errors[1::2])
-    ])
+    largest = jnp.max(jnp.abs(blocks), axis=axis, keepdims=True)
+    errors = []
+    for magnitude in values:
+        _, scale, divisor = fmt._magnitude_scale(float(magnitude), largest, g, hold)
+        error = _signed_error(
+            blocks, divisor, importance, magnitude=float(magnitude), axis=axis, hold=hold
+        )
+        errors.append(jnp.squeeze(jnp.abs(error) * jnp.square(scale * g), axis=axis))
+    return jnp.stack(errors)

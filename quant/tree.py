@@ -312,7 +312,7 @@ def calibrate_special_values(
         if not isinstance(fmt, RaZeR) or not mine:
             rules.append(rule)
             continue
-        two = len(fmt.specials) == 4
+        two = len(fmt.magnitudes) == 2
         picks = [(a, b) for i, a in enumerate(grid) for b in grid[i + 1:]] if two else [
             (a, a) for a in grid
         ]
