@@ -10,6 +10,12 @@ from fadex.models.convert import (
     mmdit_config_from_state_dict,
     read_state_dict,
 )
+from fadex.models.convert_bert import (
+    encoder_config,
+    encoder_params,
+    export_encoder,
+    load_encoder,
+)
 from fadex.models.digits import (
     DIGITS_CONFIG,
     DIGITS_SHAPE,
@@ -35,9 +41,18 @@ from fadex.models.digits_mmdit import (
     stroke_styles,
 )
 from fadex.models.dit import DiT, DiTBlock, DiTConfig, drop_labels
+from fadex.models.encoder import (
+    Encoder,
+    EncoderConfig,
+    EncoderLayer,
+    SentenceEncoder,
+    from_encoder,
+)
 from fadex.models.kernels import gated_forecast
+from fadex.models.minilm import embed_sentences, find_minilm, load_minilm
 from fadex.models.mmdit import MMDiT, MMDiTConfig, MMDiTDoubleBlock, MMDiTSingleBlock
 from fadex.models.rope import apply_rope, image_ids, rope_table
+from fadex.models.tokenizer import TokenBatch, Tokenizer, load_tokenizer
 
 __all__ = [
     "DIGITS_CONFIG",
@@ -50,10 +65,16 @@ __all__ = [
     "DiT",
     "DiTBlock",
     "DiTConfig",
+    "Encoder",
+    "EncoderConfig",
+    "EncoderLayer",
     "MMDiT",
     "MMDiTConfig",
     "MMDiTDoubleBlock",
     "MMDiTSingleBlock",
+    "SentenceEncoder",
+    "TokenBatch",
+    "Tokenizer",
     "apply_rope",
     "digits_dit",
     "digits_mmdit",
@@ -64,7 +85,13 @@ __all__ = [
     "digits_text_ids",
     "dit_config_from_state_dict",
     "drop_labels",
+    "embed_sentences",
+    "encoder_config",
+    "encoder_params",
+    "export_encoder",
     "export_state_dict",
+    "find_minilm",
+    "from_encoder",
     "from_linen",
     "from_nnx",
     "gated_forecast",
@@ -72,8 +99,11 @@ __all__ = [
     "load_digits_dit",
     "load_digits_mmdit",
     "load_dit",
+    "load_encoder",
+    "load_minilm",
     "load_mmdit",
     "load_state_dict",
+    "load_tokenizer",
     "mmdit_config_from_state_dict",
     "read_state_dict",
     "rope_table",
