@@ -9,6 +9,7 @@ from fadex.quant.elements import (
 )
 from fadex.quant.formats import Format, fp8, int_group, mxfp4, mxfp6, mxfp8, nf4, nvfp4
 from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
+from fadex.quant.matmul import qmatmul
 from fadex.quant.packing import pack, packed_length, repack, unpack
 from fadex.quant.qarray import QuantizedArray, quantize_array
 from fadex.quant.razer import (
@@ -63,6 +64,7 @@ __all__ = [
     "nvfp4_4o6",
     "pack",
     "packed_length",
+    "qmatmul",
     "quantization_report",
     "quantize",
     "quantize_array",

@@ -1,0 +1,294 @@
+r"""``qmatmul``: the product of activations with a weight that stays packed.
+
+.. math:: y = Q_a(x)\, \hat W, \qquad \hat W_{kn} = v(c_{kn})\, s_{\lfloor k/b \rfloor n}\, g
+
+The weight is a :class:`~fadex.quant.QuantizedArray` ``[..., K, N]`` whose blocks lie along
+``K``; its values exist only inside the program named ``qmatmul``. Three ways to compute it:
+
+* **kernel** (:mod:`fadex.quant.kernels.w4a16`): 4-bit codes are read as they are stored and
+  decoded on chip. A product of ``M`` rows does :math:`2 M K N` operations on
+  :math:`(4 + 8/b) K N / 8` bytes of weights, so it is bound by memory below the ridge
+
+  .. math:: M^* = \frac{\text{operations per second}}{\text{bytes per second}} \cdot
+            \frac{4 + 8/b}{16} ,
+
+  58 rows on an H200 (989 Tflop/s in bfloat16, 4.8 TB/s) and 68 on a TPU v5e (197, 0.82), at
+  ``b = 16``; there it can gain up to ``16 / 4.5 = 3.6`` over bfloat16 weights.
+* **dequantized**: above ``PREFILL_ROWS = 64`` rows, for other formats, and on other platforms:
+  the weight is decoded once and multiplied by XLA's own product. On CPU this costs one decode
+  more than the dense product, and that weight is a temporary.
+* **integers**: where both scales are constant along ``K`` (per channel or matrix with per token
+  or matrix), codes are multiplied as they are and accumulated exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fadex.core.checks import check_choice
+from fadex.quant.elements import ELEMENTS
+from fadex.quant.formats import TENSOR, Format
+from fadex.quant.qarray import QuantizedArray, quantize_array
+
+__all__ = ["qmatmul"]
+
+IMPLS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "interpret")
+PREFILL_ROWS = 64
+_EXACT = 1 << 24  # float32 holds every integer up to here
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _dot(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """``x @ w`` accumulated in float32 or wider, rounded once to ``dtype``."""
+    out = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=_wide(dtype))
+    return out.astype(dtype)
+
+
+# --- activations
+
+
+def _fake_quantized(x: jax.Array, fmt: Format | None, scale: jax.Array | None) -> jax.Array:
+    if fmt is None:
+        return x
+    return quantize_array(x, fmt, axis=-1, tensor_scale=scale).dequantize()
+
+
+def _is_constant_along_k(fmt: Format) -> bool:
+    integers = ELEMENTS[fmt.element].kind == "int" and fmt.symmetric and not fmt.half_integers
+    return integers and fmt.block in (None, TENSOR)
+
+
+def _takes_integers(qw: QuantizedArray, activation: Format | None) -> bool:
+    if activation is None or not (_is_constant_along_k(activation)
+                                  and _is_constant_along_k(qw.fmt)):
+        return False
+    largest = 1 << (activation.bits + qw.fmt.bits - 2)
+    return qw.length * largest < 1 << 31
+
+
+def _signed(q: QuantizedArray) -> jax.Array:
+    """Codes as int8 integers, without padding."""
+    shift = 8 - q.fmt.bits
+    codes = jax.lax.bitcast_convert_type(q.unpacked(), jnp.int8)
+    codes = (codes << shift) >> shift if shift else codes
+    return jax.lax.slice_in_dim(codes, 0, q.length, axis=q.ndim + q.axis)
+
+
+def _scale(q: QuantizedArray) -> jax.Array:
+    """The scale of a row or column (kept with length 1), float32."""
+    if q.scales is not None:
+        return q.fmt.scale_values(q.scales)
+    return q.tensor_scale[..., None, None] if q.ndim > 1 else q.tensor_scale[None]
+
+
+def _integer_dot_wide(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.int32)
+
+
+def _integer_dot_cpu(a: jax.Array, b: jax.Array, *, largest: int) -> jax.Array:
+    """The same integers by float32 products over chunks of ``K`` short enough to be exact: XLA's
+    CPU compiler has fast products for floats alone."""
+    length = a.shape[-1]
+    chunk = _EXACT // largest
+    total = None
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        part = jnp.matmul(
+            a[..., start:stop].astype(jnp.float32),
+            b[..., start:stop, :].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST,
+        )
+        if length > chunk:
+            part = part.astype(jnp.int32)
+        total = part if total is None else total + part
+    return total.astype(jnp.int32)
+
+
+def _integer_product(
+    x: jax.Array, qw: QuantizedArray, dtype: Any, activation: Format, scale: jax.Array | None
+) -> jax.Array:
+    from fadex.core.kernels import by_platform
+
+    qx = quantize_array(x, activation, axis=-1, tensor_scale=scale)
+    a, b = _signed(qx), _signed(qw)
+    largest = 1 << (activation.bits + qw.fmt.bits - 2)
+    total = by_platform(
+        a, b, default=functools.partial(_integer_dot_cpu, largest=largest),
+        tpu=_integer_dot_wide, cuda=_integer_dot_wide,
+    )
+    left, right = _scale(qx), _scale(qw)
+    if x.ndim == 1:  # a vector has lost its axis of rows
+        right = right[..., 0, :]
+    return (total.astype(jnp.float32) * left * right).astype(dtype)
+
+
+# --- the product
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Static options of one product."""
+
+    impl: str
+    activation: Format | None
+    dtype: Any
+
+
+def _dense_product(
+    x: jax.Array, qw: QuantizedArray, scale: jax.Array | None, plan: _Plan
+) -> jax.Array:
+    return _dot(_fake_quantized(x, plan.activation, scale), qw.dequantize(), plan.dtype)
+
+
+def _forward(
+    x: jax.Array, qw: QuantizedArray, scale: jax.Array | None, plan: _Plan
+) -> jax.Array:
+    if _takes_integers(qw, plan.activation) and jnp.dtype(plan.dtype) != jnp.float64:
+        return _integer_product(x, qw, plan.dtype, plan.activation, scale)
+    return _dense_product(x, qw, scale, plan)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _product(x: jax.Array, qw: QuantizedArray, scale: Any, plan: _Plan) -> jax.Array:
+    return _forward(x, qw, scale, plan)
+
+
+def _product_jvp(plan: _Plan, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    x, qw, scale = primals
+    out = _product(x, qw, scale, plan)
+
+    # Rematerialized, or the decoded weight would be kept from the forward pass to the backward.
+    @jax.checkpoint
+    def straight_through(dx: jax.Array, qw: QuantizedArray) -> jax.Array:
+        return _dot(dx, qw.dequantize(), plan.dtype)
+
+    is_zero = lambda t: type(t) is jax.custom_derivatives.SymbolicZero
+    dx = tangents[0]
+    if is_zero(dx) or dx.dtype == jax.dtypes.float0:
+        return out, jnp.zeros(out.shape, out.dtype)
+    return out, straight_through(dx, qw)
+
+
+_product.defjvp(_product_jvp, symbolic_zeros=True)
+
+
+# The name under which a program's weights are decoded: see ``test_matmul``.
+def _named(x: jax.Array, qw: QuantizedArray, scale: Any, plan: _Plan) -> jax.Array:
+    return _product(x, qw, scale, plan)
+
+
+_named.__name__ = _named.__qualname__ = "qmatmul"
+_compiled = jax.jit(_named, static_argnums=3)
+
+
+def _check_shapes(x: Any, shape: tuple[int, ...]) -> None:
+    if x.ndim == 0:
+        raise ValueError("x: expected at least one axis, got a scalar")
+    if len(shape) < 2:
+        raise ValueError(f"qw: expected [..., K, N], got shape {shape}")
+    if x.shape[-1] != shape[-2]:
+        raise ValueError(
+            f"x: its last axis must have the {shape[-2]} rows of qw {shape}, got shape {x.shape}"
+        )
+    try:
+        np.broadcast_shapes(x.shape[:-2], shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"x: leading axes of shape {x.shape} do not broadcast against those of qw {shape}"
+        ) from None
+
+
+def qmatmul(
+    x: Any,
+    qw: Any,
+    *,
+    impl: str = "auto",
+    activation: Format | None = None,
+    activation_scale: Any = None,
+) -> jax.Array:
+    r"""Product ``x @ qw`` with a quantized weight (see the module).
+
+    Shapes are those of :func:`jax.numpy.matmul`: stacked experts ``[E, M, K] @ [E, K, N]``
+    included. The result has the dtype of ``x @ qw.dequantize()``, accumulated in float32. Works
+    under ``jit``, ``vmap`` over experts and ``scan`` over stacked layers.
+
+    Derivatives with respect to ``x``, forwards and backwards, are those of
+    :math:`x \hat W`: straight through the quantization of ``x``. ``qw`` and ``activation_scale``
+    are constants to differentiation (their derivative is zero); backwards the weight is decoded
+    again instead of being kept.
+
+    Args:
+      x: ``[..., K]``, real.
+      qw: :class:`~fadex.quant.QuantizedArray` ``[..., K, N]`` with block axis -2, or an array,
+        which is multiplied as it is.
+      impl: ``'auto'``: the kernel on TPU and CUDA where it serves (at most 64 rows, 4-bit codes
+        in layout ``'planar'``, ``K`` a multiple of 128, and a block that divides 128 or covers
+        ``K``), else XLA's product with the decoded weight; ``'xla'``: always the latter;
+        ``'pallas_tpu'`` or ``'pallas_gpu'``: that kernel, or an error where it does not serve;
+        ``'interpret'``: the GPU form in interpret mode, for tests. Static.
+      activation: format in which ``x`` is held, blocks along ``K``: W4A4, W8A8. With symmetric
+        integers whose scales are constant along ``K`` on both sides (``int_group(8, None)``,
+        ``int_group(8, 'tensor')``) the codes are multiplied as integers; otherwise the product
+        takes ``dequantize(quantize(x))``. Static.
+      activation_scale: tensor scale of ``activation``, float32, that was found before
+        (static scaling), broadcastable to the leading axes of ``x``; by default it follows
+        from ``x``.
+
+    Raises:
+      TypeError: ``x`` is quantized or complex; ``qw`` is no array; ``activation`` no format.
+      ValueError: shapes that do not fit, a block axis other than -2, an unknown ``impl``, a
+        kernel that does not serve, ``activation_scale`` without ``activation`` or for a format
+        without tensor scale.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fadex.quant import nvfp4, quantize_array
+      >>> from fadex.quant.matmul import qmatmul
+      >>> w = jax.random.normal(jax.random.key(0), (128, 16))
+      >>> x = jax.random.normal(jax.random.key(1), (3, 128))
+      >>> qw = quantize_array(w, nvfp4())
+      >>> bool(jnp.allclose(qmatmul(x, qw), x @ qw.dequantize(), atol=1e-4))
+      True
+    """
+    check_choice("impl", impl, IMPLS)
+    if isinstance(x, QuantizedArray):
+        raise TypeError("x: expected an array; for quantized activations pass activation=...")
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"x: expected real numbers, got {x.dtype}")
+    if activation is not None and not isinstance(activation, Format):
+        raise TypeError(f"activation: expected a Format or None, got {activation!r}")
+    if activation is None and activation_scale is not None:
+        raise ValueError("activation_scale: needs an activation format")
+    if activation is not None and activation_scale is not None:
+        if not activation.has_tensor_scale:
+            raise ValueError(f"activation_scale: format {activation.name!r} has no tensor scale")
+        activation_scale = jnp.asarray(activation_scale, jnp.float32)
+    if activation is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: expected floating point to be quantized, got {x.dtype}")
+
+    if not isinstance(qw, QuantizedArray):
+        if not isinstance(qw, (jax.Array, np.ndarray, jax.core.Tracer)):
+            raise TypeError(f"qw: expected a QuantizedArray or an array, got {type(qw).__name__}")
+        qw = jnp.asarray(qw)
+        _check_shapes(x, qw.shape)
+        if activation is not None:
+            held = _fake_quantized(x, activation, activation_scale)
+            x = x + jax.lax.stop_gradient(held - x)
+        return jnp.matmul(x, qw)
+    if qw.axis != -2:
+        raise ValueError(
+            f"qw: expected block axis -2 (the contraction axis of [..., K, N]), got {qw.axis}; "
+            "quantize the weight with axis=-2"
+        )
+    _check_shapes(x, qw.shape)
+    dtype = jnp.promote_types(x.dtype, qw.dtype)
+    return _compiled(x, qw, activation_scale, _Plan(impl, activation, dtype))
