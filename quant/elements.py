@@ -199,11 +199,11 @@ def decode_float(codes: jax.Array, element: Element) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def round_e2m1(z: jax.Array) -> jax.Array:
-    """Nearest e2m1 value, ties to even: adding and taking away ``2^23`` quanta rounds to one."""
-    a = jnp.abs(z)
+def round_e2m1(a: jax.Array) -> jax.Array:
+    """Nearest e2m1 value of ``a >= 0``, ties to even: adding and taking away ``2^23`` quanta
+    rounds to one."""
     magic = jnp.where(a < 2, 0.5, jnp.where(a < 4, 1.0, 2.0)) * jnp.float32(2.0**23)
-    return jnp.copysign(jnp.minimum((a + magic) - magic, 6.0), z)
+    return jnp.minimum((a + magic) - magic, 6.0)
 
 
 def encode_int(x: jax.Array, bits: int, low: int | None = None) -> jax.Array:

@@ -64,8 +64,8 @@ class FourOverSix(Format):
         def error(x: jax.Array, divisor: jax.Array, importance: Any) -> jax.Array:
             # In units of the block scale, so that squares neither overflow nor vanish.
             def misses(x: jax.Array, divisor: jax.Array, importance: Any) -> tuple[jax.Array]:
-                z = x / divisor
-                miss = jnp.abs(round_e2m1(z) - z)
+                a = jnp.abs(x / divisor)
+                miss = jnp.abs(a - round_e2m1(a))
                 miss = miss * miss if self.rule == "mse" else miss
                 return (miss if importance is None else importance * miss,)
 

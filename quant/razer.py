@@ -148,7 +148,8 @@ class RaZeR(Format):
         codes = encode_float(z, _E2M1, saturate=True)
         # The code of negative zero is taken: zeros of either sign are code 0.
         codes = jnp.where(codes == _SPECIAL_CODE, 0, codes)
-        closer = jnp.abs(z - special) < jnp.abs(z - round_e2m1(z))
+        a = jnp.abs(z)
+        closer = jnp.abs(z - special) < jnp.abs(a - round_e2m1(a))
         codes = jnp.where(closer, _SPECIAL_CODE, codes)
         return Blocks(codes, self.finish_scales(stored, bad))
 
@@ -172,10 +173,11 @@ def _signed_error(
     CPU compiler would make a pass over ``x`` for each of two.
     """
     def squares(x: jax.Array, divisor: jax.Array, importance: jax.Array | None) -> Any:
-        z = x / divisor
-        miss = jnp.abs(z - round_e2m1(z))
-        both = (jnp.minimum(miss, jnp.abs(z - magnitude)),
-                jnp.minimum(miss, jnp.abs(z + magnitude)))
+        # A special value is never the nearest to a value of the other sign.
+        a = jnp.abs(x / divisor)
+        miss = jnp.abs(a - round_e2m1(a))
+        near = jnp.minimum(miss, jnp.abs(a - magnitude))
+        both = jnp.where(x < 0, miss, near), jnp.where(x < 0, near, miss)
         return tuple(m * m if importance is None else importance * (m * m) for m in both)
 
     plus, minus = block_sum(

@@ -16,12 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fadex.quant.site import is_quantized, site_columns, site_matmul
+
 Dtype = Any
 Initializer = Callable[..., jax.Array]
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias`` over the last axis."""
+    """``x @ kernel + bias`` over the last axis.
+
+    The kernel may be a :class:`fadex.quant.QuantizedArray` (or a site with an activation format),
+    put there by :func:`fadex.quant.quantize` on the model's parameters: the product then runs on
+    the packed codes.
+    """
 
     def __init__(
         self,
@@ -40,17 +47,19 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        y = site_matmul(x.astype(self.dtype), self.kernel[...], dtype=self.dtype)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
     def columns(self, x: jax.Array, start: int, stop: int) -> jax.Array:
         """The output columns ``start:stop`` alone, at their own cost."""
-        y = x.astype(self.dtype) @ self.kernel[..., start:stop].astype(self.dtype)
+        kernel = site_columns(self.kernel[...], start, stop)
+        y = site_matmul(x.astype(self.dtype), kernel, dtype=self.dtype)
         return y if self.bias is None else y + self.bias[..., start:stop].astype(self.dtype)
 
 
 class Embed(nnx.Module):
-    """Row look-up in a table ``[num, features]``."""
+    """Row look-up in a table ``[num, features]``, which may be quantized (its last axis cut into
+    blocks, so that only the rows asked for are decoded)."""
 
     def __init__(
         self,
@@ -67,7 +76,9 @@ class Embed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, index: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding[...], index, axis=0).astype(self.dtype)
+        table = self.embedding[...]
+        rows = table.take(index) if is_quantized(table) else jnp.take(table, index, axis=0)
+        return rows.astype(self.dtype)
 
 
 def layer_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
