@@ -32,8 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fadex.core.checks import check_choice
+from fadex.core.kernels import by_platform
 from fadex.quant.elements import ELEMENTS
 from fadex.quant.formats import TENSOR, Format
+from fadex.quant.kernels import w4a16
+from fadex.quant.packing import TILE
 from fadex.quant.qarray import QuantizedArray, quantize_array
 
 __all__ = ["qmatmul"]
@@ -41,16 +44,6 @@ __all__ = ["qmatmul"]
 IMPLS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "interpret")
 PREFILL_ROWS = 64
 _EXACT = 1 << 24  # float32 holds every integer up to here
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _dot(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """``x @ w`` accumulated in float32 or wider, rounded once to ``dtype``."""
-    out = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=_wide(dtype))
-    return out.astype(dtype)
 
 
 # --- activations
@@ -115,8 +108,6 @@ def _integer_dot_cpu(a: jax.Array, b: jax.Array, *, largest: int) -> jax.Array:
 def _integer_product(
     x: jax.Array, qw: QuantizedArray, dtype: Any, activation: Format, scale: jax.Array | None
 ) -> jax.Array:
-    from fadex.core.kernels import by_platform
-
     qx = quantize_array(x, activation, axis=-1, tensor_scale=scale)
     a, b = _signed(qx), _signed(qw)
     largest = 1 << (activation.bits + qw.fmt.bits - 2)
@@ -142,18 +133,35 @@ class _Plan:
     dtype: Any
 
 
-def _dense_product(
-    x: jax.Array, qw: QuantizedArray, scale: jax.Array | None, plan: _Plan
-) -> jax.Array:
-    return _dot(_fake_quantized(x, plan.activation, scale), qw.dequantize(), plan.dtype)
+def _kernel_form(x: jax.Array, qw: QuantizedArray, plan: _Plan) -> Any:
+    """The form to call as ``form(x, qw, dtype=...)``; ``None``: the decoded weight serves."""
+    if plan.impl == "xla" or any(not isinstance(n, int) for n in x.shape + qw.shape):
+        return None
+    rows = w4a16.rows_each(x, qw)
+    served = rows is not None and w4a16.serves(qw, plan.dtype)
+    if plan.impl == "auto":
+        return None if not served or not 0 < rows <= PREFILL_ROWS else w4a16.w4a16
+    if not served or rows == 0:
+        raise ValueError(
+            f"impl: the kernel of {plan.impl!r} takes 4-bit codes in layout 'planar' with K a "
+            f"multiple of {TILE}, a block that divides {TILE} or covers K, and a weight for each "
+            f"leading index of the result; got x {x.shape} and {qw!r}"
+        )
+    return {
+        "pallas_tpu": w4a16.w4a16_tpu,
+        "pallas_gpu": w4a16.w4a16_triton,
+        "interpret": functools.partial(w4a16.w4a16_triton, interpret=True),
+    }[plan.impl]
 
 
 def _forward(
     x: jax.Array, qw: QuantizedArray, scale: jax.Array | None, plan: _Plan
 ) -> jax.Array:
-    if _takes_integers(qw, plan.activation) and jnp.dtype(plan.dtype) != jnp.float64:
+    integers = _takes_integers(qw, plan.activation) and jnp.dtype(plan.dtype) != jnp.float64
+    if integers and plan.impl in ("auto", "xla"):
         return _integer_product(x, qw, plan.dtype, plan.activation, scale)
-    return _dense_product(x, qw, scale, plan)
+    form = _kernel_form(x, qw, plan) or w4a16.w4a16_reference
+    return form(_fake_quantized(x, plan.activation, scale), qw, dtype=plan.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -168,7 +176,7 @@ def _product_jvp(plan: _Plan, primals: tuple[Any, ...], tangents: tuple[Any, ...
     # Rematerialized, or the decoded weight would be kept from the forward pass to the backward.
     @jax.checkpoint
     def straight_through(dx: jax.Array, qw: QuantizedArray) -> jax.Array:
-        return _dot(dx, qw.dequantize(), plan.dtype)
+        return w4a16.w4a16_reference(dx, qw, plan.dtype)
 
     is_zero = lambda t: type(t) is jax.custom_derivatives.SymbolicZero
     dx = tangents[0]
