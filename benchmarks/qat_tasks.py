@@ -57,9 +57,9 @@ class QatTask(NamedTuple):
     about: dict[str, Any]
 
 
-ALL = ("ste", "gaussian 0.25", "gaussian 0.35", "gaussian 0.5", "gaussian 0.7",
+ALL = ("ste", "ste, not clipped", "gaussian 0.25", "gaussian 0.35", "gaussian 0.5", "gaussian 0.7",
        "gaussian 0.5 to 0.25", "uniform 0.35", "uniform 0.6", "laplace 0.35", "arctan 0.35",
-       "sigmoid 0.35")  # fmt: skip
+       "sigmoid 0.35", "gaussian 0.35, not clipped", "gaussian 0.5, not clipped")  # fmt: skip
 
 
 def mlp_apply(params: Any, x: jax.Array) -> jax.Array:
