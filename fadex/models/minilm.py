@@ -108,8 +108,9 @@ def embed_sentences(
       progress: show a bar (None: on a terminal).
 
     Returns:
-      float32 ``[S, D]`` on the host, in the order of ``sentences``. What a vector is does not
-      depend on its batch, up to rounding, where activations are not quantized by batch.
+      float32 ``[S, D]`` on the host, in the order of ``sentences``. A vector does not depend on
+      the other sentences, up to rounding (with activations in a two-level format it depends on
+      the padding, which counts for the tensor scale).
 
     Example:
       >>> import numpy as np

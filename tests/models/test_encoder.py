@@ -125,6 +125,17 @@ def test_hidden_states_are_those_of_torchs_bert(golden, scan_layers):
     np.testing.assert_allclose(pooled, rows, rtol=0, atol=5e-6)
 
 
+def test_bfloat16_products_keep_the_vectors_to_their_precision(golden):
+    config = dataclasses.replace(TINY, scan_layers=True, dtype=jnp.bfloat16, normalize=True)
+    encoder, params = build(config, golden["tiny"])
+    ids, mask, types = (golden[f"tiny_{n}"] for n in ("ids", "mask", "types"))
+    out = run(encoder, params, ids, mask, types)
+    rows = np.stack([golden["tiny_out"][b, mask[b]].mean(0) for b in range(4)])
+    rows /= np.linalg.norm(rows, axis=-1, keepdims=True)
+    assert out.dtype == jnp.float32
+    assert 1e-4 < np.abs(out - rows).max() < 0.02  # 8 bits of mantissa: 0.004 a rounding
+
+
 def test_poolings_are_those_of_the_kept_tokens(golden):
     expected, mask = golden["tiny_out"], golden["tiny_mask"]
     by_hand = {
