@@ -7,8 +7,18 @@ from fadex.quant.elements import (
     element_levels,
     encode_element,
 )
+from fadex.quant.export import (
+    ExportedTree,
+    format_from_json,
+    from_state,
+    load_quantized,
+    save_quantized,
+    shardings_for,
+    to_state,
+)
 from fadex.quant.formats import Format, fp8, int_group, mxfp4, mxfp6, mxfp8, nf4, nvfp4
 from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
+from fadex.quant.interop import QArrayFields, from_qwix, to_qwix
 from fadex.quant.matmul import qmatmul
 from fadex.quant.packing import pack, packed_length, repack, unpack
 from fadex.quant.qarray import QuantizedArray, quantize_array
@@ -37,8 +47,10 @@ from fadex.quant.tree import (
 __all__ = [
     "ELEMENTS",
     "Element",
+    "ExportedTree",
     "Format",
     "FourOverSix",
+    "QArrayFields",
     "QuantizationReport",
     "QuantizedArray",
     "QuantizedSite",
@@ -54,8 +66,12 @@ __all__ = [
     "dequantize",
     "element_levels",
     "encode_element",
+    "format_from_json",
     "fp8",
+    "from_qwix",
+    "from_state",
     "int_group",
+    "load_quantized",
     "mxfp4",
     "mxfp6",
     "mxfp8",
@@ -74,8 +90,12 @@ __all__ = [
     "razer_scales",
     "razer_selector",
     "repack",
+    "save_quantized",
+    "shardings_for",
     "site_matmul",
     "special_value_errors",
+    "to_qwix",
+    "to_state",
     "to_two_pass",
     "unpack",
 ]

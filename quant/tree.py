@@ -96,6 +96,7 @@ def quantize(
         complex leaf matched by a rule other than ``"**"``, an axis out of range.
 
     Example:
+      >>> from fadex.quant import nvfp4, quantize
       >>> params = {"dense": {"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}}
       >>> quantize(params, [("**/kernel", nvfp4())])["dense"]["kernel"]
       QuantizedArray(nvfp4, shape=(64, 32), axis=-2, layout='planar', dtype=float32)
@@ -128,6 +129,7 @@ def dequantize(tree: Any, dtype: Any = None) -> Any:
       dtype: of the values; default, the dtype each array had.
 
     Example:
+      >>> from fadex.quant import dequantize, nvfp4, quantize
       >>> w = {"kernel": jnp.ones((64, 32))}
       >>> dequantize(quantize(w, nvfp4()))["kernel"].round(4).max().item()
       1.0
@@ -146,6 +148,7 @@ def bits_per_weight(tree: Any) -> float:
     """Bits of all buffers over the number of values they stand for, scales included.
 
     Example:
+      >>> from fadex.quant import bits_per_weight, nvfp4, quantize_array
       >>> q = quantize_array(jnp.ones((1024, 64)), nvfp4())
       >>> round(bits_per_weight(q), 3)
       4.5
@@ -233,6 +236,7 @@ def quantization_report(tree: Any, qtree: Any) -> QuantizationReport:
         shape.
 
     Example:
+      >>> from fadex.quant import nvfp4, quantization_report, quantize
       >>> params = {"kernel": jnp.arange(2048.0).reshape(64, 32)}
       >>> report = quantization_report(params, quantize(params, nvfp4()))
       >>> report.rows[0].path, round(report.total.bits_per_weight, 2)
@@ -292,6 +296,7 @@ def calibrate_special_values(
       ValueError: no rule with a RaZeR format decides any leaf; a bad magnitude in ``grid``.
 
     Example:
+      >>> from fadex.quant import calibrate_special_values, razer_e3m3
       >>> w = {"kernel": jax.random.normal(jax.random.key(0), (256, 64))}
       >>> recipe, errors = calibrate_special_values(w, razer_e3m3(), (5.0, 7.0, 8.0))
       >>> recipe.rules[0].target.specials
