@@ -218,9 +218,11 @@ def decode_int(codes: jax.Array, bits: int) -> jax.Array:
     return ((codes << (32 - bits)) >> (32 - bits)).astype(jnp.float32)
 
 
-def _midpoints(levels: np.ndarray) -> np.ndarray:
+def _midpoints(levels: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
     wide = levels.astype(np.float64)
     exact = (wide[1:] + wide[:-1]) / 2
+    if dtype == np.float64:
+        return exact
     near = exact.astype(np.float32)
     # x > midpoint holds for float32 x exactly when x > the largest float32 not above it.
     return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
@@ -228,9 +230,9 @@ def _midpoints(levels: np.ndarray) -> np.ndarray:
 
 def encode_table(x: jax.Array, levels: np.ndarray) -> jax.Array:
     """Index of the nearest of sorted ``levels``, ties to the lower one; int32."""
-    code = jnp.zeros(x.shape, jnp.int32)
-    for middle in _midpoints(levels):
-        code = code + (x > middle).astype(jnp.int32)
+    code = 0
+    for middle in _midpoints(levels, x.dtype):
+        code = code + (x > middle).astype(np.int32)
     return code
 
 
@@ -275,7 +277,11 @@ def encode_element(x: Any, name: str, *, on_nonfinite: str = "propagate") -> jax
     check_choice("name", name, tuple(ELEMENTS))
     check_choice("on_nonfinite", on_nonfinite, ("propagate", "saturate"))
     element = ELEMENTS[name]
-    x = _as_float32(np.asarray(x) if isinstance(x, (list, tuple)) else x)
+    x = np.asarray(x) if isinstance(x, (list, tuple, float)) else x
+    if element.kind == "table" and getattr(x, "dtype", None) == np.float64:
+        # Midpoints of float32 levels need one digit more: compared as they are.
+        return jnp.asarray(encode_table(x, NF4_LEVELS), jnp.uint8)
+    x = _as_float32(x)
     if element.kind == "int":
         codes = encode_int(x, element.bits)
     elif element.kind == "table":
