@@ -254,38 +254,41 @@ def paired(values: list, base: list) -> tuple[float, float, float]:
 
 
 def render(results: dict[str, Any]) -> str:
+    """One table a task and optimizer: differences to STE, paired by seed."""
     lines = []
     for task_name, entry in results["tasks"].items():
         about = entry["about"]
-        metric = about["metric"]
         for optimizer, rows in entry["optimizers"].items():
             if "ste" not in rows:
                 continue
             base = rows["ste"]["report"]
+            losses = [k for k in ("train_loss", "valid_loss", "test_loss") if k in base]
             mean = lambda v: np.mean([math.inf if x is None else x for x in v])
+            head = [part for k in losses for part in (
+                k.replace("_", " "), "less STE's, %", "t", *(("t, not clipped",)
+                if "ste, not clipped" in rows else ()))]
             lines += [
                 f"### {task_name}, {OPTIMIZERS[optimizer][1]}", "",
-                f"{about['model']}; {about['setting']}; {len(rows['ste']['seeds'])} paired seeds.",
-                "",
-                f"| surrogate | lr | {metric} | less STE's, 95 % | in % | paired t | test loss "
-                "less STE's, 95 % | test accuracy, % |",
-                "|---" * 8 + "|",
+                f"{about['model']}; {about['setting']}; learning rate chosen by "
+                f"{about['select']}; {len(rows['ste']['seeds'])} paired seeds, 95 % intervals; "
+                "t: paired, against STE and against STE that is not clipped.", "",
+                "| " + " | ".join(["surrogate", "lr", *head, "test accuracy, %"]) + " |",
+                "|---" * (len(head) + 3) + "|",
             ]
             for name in (n for n in (*SURROGATES, FLOAT) if n in rows):
-                row = rows[name]
-                report = row["report"]
-                gap, half, t = paired(report[metric], base[metric])
-                test = paired(report["test_loss"], base["test_loss"])
-                against = name != "ste"
-                lines.append("| " + " | ".join([
-                    name, f"{row['lr']:.2g}{' (edge)' if row['at_edge'] else ''}",
-                    f"{mean(report[metric]):.4f}",
-                    f"{gap:+.4f} ± {half:.4f}" if against else "–",
-                    f"{100 * gap / mean(base[metric]):+.2f}" if against else "–",
-                    f"{t:+.2f}" if against else "–",
-                    f"{test[0]:+.4f} ± {test[1]:.4f}" if against else "–",
-                    f"{100 * mean(report['test_accuracy']):.2f}",
-                ]) + " |")
+                report = rows[name]["report"]
+                edge = " (edge)" if rows[name]["at_edge"] else ""
+                cells = [name, f"{rows[name]['lr']:.2g}{edge}"]
+                for k in losses:
+                    gap, half, t = paired(report[k], base[k])
+                    part = 100 / mean(base[k])
+                    cells += [f"{mean(report[k]):.4f}",
+                              f"{part * gap:+.2f} ± {part * half:.2f}", f"{t:+.1f}"]
+                    if "ste, not clipped" in rows:
+                        other = rows["ste, not clipped"]["report"][k]
+                        cells.append(f"{paired(report[k], other)[2]:+.1f}")
+                cells.append(f"{100 * mean(report['test_accuracy']):.2f}")
+                lines.append("| " + " | ".join(cells) + " |")
             lines.append("")
     if "routes" in results:
         lines.append(f"transform against fake_quant: {results['routes']}")
