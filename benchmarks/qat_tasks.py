@@ -174,7 +174,7 @@ def char_transformer() -> QatTask:
         evaluate=evaluate,
         # Scales follow the largest weight of each group, so nothing is clipped.
         recipe=Recipe((("layers/**/kernel", int_group(2, 32)), ("**", None))),
-        edge="pass", steps=base.steps, rates={"adam": 0.004},
+        edge="pass", steps=base.steps, rates={"adam": 0.004, "momentum": 0.25},
         surrogates=("ste", "gaussian 0.35", "gaussian 0.5"),
         tune_seeds=(0, 1), seeds=tuple(range(100, 108)),
         select="valid_loss", metric="valid_loss", chunk=2,
