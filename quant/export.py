@@ -25,7 +25,7 @@ from fadex.core.pytree import map_with_path, path_str, to_pure_dict
 from fadex.quant.formats import Format
 from fadex.quant.four_over_six import FourOverSix
 from fadex.quant.packing import TILE
-from fadex.quant.qarray import QuantizedArray, matrix_ndim
+from fadex.quant.qarray import QuantizedArray, matrix_ndim, padded_length
 from fadex.quant.razer import RaZeR
 from fadex.quant.site import QuantizedSite
 
@@ -147,7 +147,8 @@ def _quantized(path: str, leaves: Any, about: dict[str, Any], layout: str) -> Qu
         raise ValueError(f"state: {path!r} holds unknown arrays {sorted(unknown)}")
     q = QuantizedArray(
         *(leaves.get(name) for name in _LEAVES), fmt=fmt, axis=int(about["axis"]),
-        length=int(about["length"]), layout=about["layout"], dtype=jnp.dtype(about["dtype"]),
+        pad=padded_length(int(about["length"]), fmt) - int(about["length"]),
+        layout=about["layout"], dtype=jnp.dtype(about["dtype"]),
     )
     if list(q.shape) != list(about["shape"]):
         raise ValueError(f"state: {path!r} has shape {q.shape}, described as {about['shape']}")
@@ -281,7 +282,7 @@ def shardings_for(q: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpe
         shards = int(np.prod([mesh.shape[n] for n in np.atleast_1d(names)]))
         block = q.fmt.block if isinstance(q.fmt.block, int) else q.padded
         unit = int(np.lcm(block, TILE)) if q.layout == "planar" and q.fmt.bits < 8 else block
-        if q.padded % shards or (q.padded // shards) % unit or q.length != q.padded:
+        if q.padded % shards or (q.padded // shards) % unit or q.pad:
             raise ValueError(
                 f"spec: axis {q.axis} of length {q.length} over {shards} shards does not fall into "
                 f"whole units of {unit} ({'tiles' if unit != block else 'blocks'} of "
@@ -293,5 +294,5 @@ def shardings_for(q: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpe
     places = dict.fromkeys(_LEAVES, cut) | {"tensor_scale": over}
     return QuantizedArray(
         *(None if getattr(q, name) is None else places[name] for name in _LEAVES), fmt=q.fmt,
-        axis=q.axis, length=q.length, layout=q.layout, dtype=q.dtype,
+        axis=q.axis, pad=q.pad, layout=q.layout, dtype=q.dtype,
     )

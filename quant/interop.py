@@ -62,7 +62,7 @@ def to_qwix(q: QuantizedArray, cls: Any = None) -> Any:
         raise ValueError(f"q: {fmt.name} has a half-integer grid, which a QArray cannot hold")
     if element.kind == "float" and element.name not in _FLOAT_DTYPES:
         raise ValueError(f"q: JAX has no dtype for {element.name}, so a QArray cannot hold it")
-    if q.padded != q.length:
+    if q.pad:
         raise ValueError(
             f"q: length {q.length} is no multiple of the block {fmt.block}; a QArray has whole "
             "blocks only"
@@ -190,7 +190,7 @@ def from_qwix(qarray: Any, *, axis: int | None = None, layout: str = "planar") -
         pack(codes, fmt.bits, axis=axis, layout=layout) if fmt.bits < 8 else codes,
         stretch(scale.astype(scale_dtype)), None,
         None if zero is None else stretch(jnp.asarray(zero.astype(np.uint8))),
-        None, None, fmt=fmt, axis=axis, length=length, layout=layout, dtype=scale.dtype
+        None, None, fmt=fmt, axis=axis, pad=padded - length, layout=layout, dtype=scale.dtype
         if jnp.issubdtype(scale.dtype, jnp.floating) and scale.dtype.itemsize >= 2
         else jnp.dtype(jnp.float32),
     )

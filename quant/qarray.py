@@ -8,8 +8,9 @@ with the element value :math:`v` of code :math:`c_i` (less the zero point), the 
 :math:`s` and the tensor scale :math:`g`. Everything in it decodes from itself and the static
 :class:`~fadex.quant.Format`.
 
-No full shape is stored: under ``vmap`` or ``scan`` over stacked layers the leaves lose their
-leading axes and every property follows.
+No shape is stored: under ``vmap`` or ``scan`` over stacked layers the leaves lose their leading
+axes, under ``shard_map`` they are cut, and every property follows. What is static is the padding
+of the block axis alone, which is zero for whole blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ON_NONFINITE = ("propagate", "saturate", "check")
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scales", "tensor_scale", "zero_point", "codebook", "rotation"],
-    meta_fields=["fmt", "axis", "length", "layout", "dtype"],
+    meta_fields=["fmt", "axis", "pad", "layout", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
@@ -50,7 +51,7 @@ class QuantizedArray:
       codebook, rotation: for formats that carry one; ``None`` here.
       fmt: the format.
       axis: negative; the axis that is cut into blocks.
-      length: length of ``axis`` before it was padded to whole blocks.
+      pad: by how much ``axis`` was padded to whole blocks.
       layout: ``'planar'`` or ``'stream'``.
       dtype: what :meth:`dequantize` returns.
     """
@@ -63,7 +64,7 @@ class QuantizedArray:
     rotation: jax.Array | None
     fmt: Format
     axis: int
-    length: int
+    pad: int
     layout: str
     dtype: Any
 
@@ -89,7 +90,13 @@ class QuantizedArray:
     @property
     def padded(self) -> int:
         """Length of ``axis`` in whole blocks."""
-        return padded_length(self.length, self.fmt)
+        # Whole blocks fill whole bytes, so the bytes say how many codes there are.
+        return self.codes.shape[self.axis] * 8 // self.fmt.bits
+
+    @property
+    def length(self) -> int:
+        """Length of ``axis``."""
+        return self.padded - self.pad
 
     def unpacked(self) -> jax.Array:
         """Codes as uint8, one a value, padding included."""
@@ -361,7 +368,7 @@ def quantize_array(
     squeeze = lambda a: None if a is None else jnp.squeeze(a, axis=axis)
     return QuantizedArray(
         codes.astype(jnp.uint8), squeeze(out.scales), g, squeeze(out.zero_point), None, None,
-        fmt=fmt, axis=axis, length=length, layout=layout, dtype=dtype,
+        fmt=fmt, axis=axis, pad=padded - length, layout=layout, dtype=dtype,
     )
 
 
