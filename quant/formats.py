@@ -8,8 +8,10 @@ magnitude :math:`m = \max_j |x_j|` and the tensor scale :math:`g` (1 where a for
           \hat x_j = (q_j\, s)\, g ,
 
 with :math:`t` the largest element value. All of it runs in float32: one division by the product
-:math:`s g`, and the values always in the order :math:`(q s) g`. The tensor scale belongs to a
-matrix (the last two axes), so that stacked layers are quantized as if one by one.
+:math:`s g`, and the values always in the order :math:`(q s) g`. Only for e2m1 is the division
+left to XLA, which multiplies by the reciprocal of :math:`s g`: that costs less and moves a code
+only where :math:`x / s g` lies within an ulp of the middle between two values. The tensor scale
+belongs to a matrix (the last two axes), so that stacked layers are quantized as if one by one.
 
 ===========  ========  =====  ======================  ==================  ===================
 constructor  element   block  block scale             tensor scale        bits per weight
@@ -96,6 +98,14 @@ def materialize(fn: Callable[..., Any], *args: Any) -> Any:
         return jax.lax.cond(taken, fn, zeros, *args)
 
     return by_platform(*args, default=branch, tpu=fn, cuda=fn)
+
+
+def divide(a: Any, b: Any, hold: Any = hold) -> jax.Array:
+    """``a / b``, rounded once. Where ``b`` is broadcast, XLA multiplies by its reciprocal, barrier
+    or not, which is off by an ulp for some and depends on the shapes; it does not see through a
+    selection."""
+    a = jnp.asarray(a, jnp.float32)
+    return a / jnp.where(jnp.isnan(a), 1.0, hold(b))
 
 
 def plain(value: Any) -> jax.Array:
@@ -236,7 +246,7 @@ class Format:
         number: matrices below 1e-32 lose resolution instead of turning into NaN.
         """
         target = self.top if self.block == TENSOR else self.top * self.scale_max
-        scale = hold(hold(amax) / hold(target))
+        scale = hold(divide(hold(amax), target, hold))
         tiny = _FLOAT32_TINY if self.block == TENSOR else _FLOAT32_TINY / self.scale_tiny
         return jnp.where(amax > 0, jnp.maximum(scale, tiny), jnp.where(amax == 0, 1.0, jnp.nan))
 
@@ -328,7 +338,7 @@ class Format:
         """
         del importance
         if self.block == TENSOR:
-            return Blocks(self.encode_values(x / tensor_scale), None)
+            return Blocks(self.encode_values(divide(x, tensor_scale, hold)), None)
         if not self.symmetric:
             return self._encode_asymmetric(x, axis=axis, hold=hold)
         largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
@@ -339,11 +349,14 @@ class Format:
             divisor = self.scale_values(stored)
         else:
             unit = hold(self.top) if tensor_scale is None else hold(self.top) * tensor_scale
-            stored = self._encode_scale(hold(largest) / hold(unit))
+            stored = self._encode_scale(divide(hold(largest), unit, hold))
             divisor = self.scale_values(stored)
             if tensor_scale is not None:
                 divisor = divisor * tensor_scale
-        codes = self.encode_values(x / hold(divisor))
+        # A power of two has an exact reciprocal, and e2m1 is spared the slower division; elsewhere
+        # a reciprocal could also vanish (1 / 3e38).
+        fast = self.element == "e2m1" or self.scale == "e8m0"
+        codes = self.encode_values(x / hold(divisor) if fast else divide(x, divisor, hold))
         return Blocks(codes, self.finish_scales(stored, bad))
 
     def finish_scales(self, stored: jax.Array, bad: jax.Array) -> jax.Array:
@@ -362,10 +375,10 @@ class Format:
         bad = ~((high <= _FLOAT32_MAX) & (low >= -_FLOAT32_MAX))
         # Halves first: the distance of two float32 numbers can exceed float32.
         half = jnp.where(bad, 0.0, high * 0.5 - low * 0.5)
-        scale = self._encode_scale(hold(half) / hold(top / 2))
+        scale = self._encode_scale(divide(hold(half), top / 2, hold))
         divisor = hold(scale)
-        zero = jnp.clip(jnp.round(-jnp.where(bad, 0.0, low) / divisor), 0, top)
-        codes = jnp.clip(jnp.round(x / divisor) + hold(zero), 0, top)
+        zero = jnp.clip(jnp.round(divide(-jnp.where(bad, 0.0, low), divisor, hold)), 0, top)
+        codes = jnp.clip(jnp.round(divide(x, divisor, hold)) + hold(zero), 0, top)
         codes = jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int32)
         return Blocks(codes, self.finish_scales(scale, bad), zero.astype(jnp.uint8))
 

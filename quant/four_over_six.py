@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from fadex.core.checks import check_choice
 from fadex.quant.elements import round_e2m1
-from fadex.quant.formats import Blocks, Format, block_sum, hold, materialize, plain
+from fadex.quant.formats import Blocks, Format, block_sum, divide, hold, materialize, plain
 
 __all__ = ["FourOverSix", "nvfp4_4o6"]
 
@@ -56,7 +56,7 @@ class FourOverSix(Format):
         def scales(largest: jax.Array, tensor_scale: jax.Array) -> Any:
             out = []
             for top in (6.0, 4.0):
-                stored = self._encode_scale(hold(largest) / hold(hold(top) * tensor_scale))
+                stored = self._encode_scale(divide(hold(largest), hold(top) * tensor_scale, hold))
                 scale = self.scale_values(stored)
                 out.append((stored, scale, hold(scale * tensor_scale)))
             return out

@@ -45,7 +45,7 @@ from fadex.quant.elements import (
     encode_float,
     round_e2m1,
 )
-from fadex.quant.formats import Blocks, Format, block_sum, hold, materialize, plain
+from fadex.quant.formats import Blocks, Format, block_sum, divide, hold, materialize, plain
 from fadex.quant.packing import pack
 from fadex.quant.qarray import QuantizedArray, blocked, prepare, quantize_array
 
@@ -157,8 +157,8 @@ class RaZeR(Format):
         self, magnitude: float, largest: jax.Array, tensor_scale: jax.Array, hold: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A block's scale for one special magnitude: stored, its value, times the tensor's."""
-        unit = hold(hold(max(6.0, magnitude)) * tensor_scale)
-        stored = self._encode_scale(hold(largest) / unit)
+        unit = hold(max(6.0, magnitude)) * tensor_scale
+        stored = self._encode_scale(divide(hold(largest), unit, hold))
         scale = self.scale_values(stored)
         return stored, scale, hold(scale * tensor_scale)
 
