@@ -38,7 +38,7 @@ from flax import nnx
 from fadex.core.progress import progress_bar
 from fadex.core.pytree import flatten_with_paths, map_with_path
 from fadex.data import random_windows, spaced_windows, text_corpus
-from fadex.models.layers import Embed, Linear, Mlp
+from fadex.models.layers import Embed, Linear
 from fadex.quant import (
     Recipe,
     Site,
@@ -54,7 +54,7 @@ from fadex.quant import (
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "formats_lm.json"
 CACHE = HERE / ".cache" / "formats_lm"
-SEEDS = tuple(range(10))
+SEEDS = (0, 1, 2, 3, 4)
 # Weights; the activations' format where both are quantized.
 FORMATS = {
     "mxfp4": (mxfp4(), mxfp4()),
@@ -82,27 +82,38 @@ class Config:
     depth: int = 4
     width: int = 64
     num_heads: int = 4
-    context: int = 128
-    batch: int = 32
+    context: int = 64
+    batch: int = 16
     steps: int = 400
     learning_rate: float = 4e-3
     warmup: int = 40
     weight_decay: float = 0.01
     corpus: str = "kjv"
     eval_windows: int = 256
+    init: str = "normal"
+
+
+# Gaussian as in published language models, or uniform. It matters: 400 steps keep the shape of the
+# distribution, and a uniform one has no tails to speak of, which flatters every finer grid.
+INITS = {
+    "normal": nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+    "uniform": nnx.initializers.xavier_uniform(),
+}
 
 
 class Block(nnx.Module):
     """Pre-norm causal attention and MLP."""
 
-    def __init__(self, width: int, num_heads: int, *, rngs: nnx.Rngs):
-        kwargs = dict(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
-        self.num_heads = num_heads
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        width = config.width
+        kwargs = dict(kernel_init=INITS[config.init], rngs=rngs)
+        self.num_heads = config.num_heads
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
         self.qkv = Linear(width, 3 * width, **kwargs)
         self.proj = Linear(width, width, **kwargs)
         self.norm2 = nnx.LayerNorm(width, rngs=rngs)
-        self.mlp = Mlp(width, 4 * width, **kwargs)
+        self.fc1 = Linear(width, 4 * width, **kwargs)
+        self.fc2 = Linear(4 * width, width, **kwargs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, tokens, width = x.shape
@@ -111,25 +122,26 @@ class Block(nnx.Module):
         q, k, v = jnp.moveaxis(qkv, 2, 0)
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.reshape(batch, tokens, width))
-        return x + self.mlp(self.norm2(x))
+        return x + self.fc2(jax.nn.gelu(self.fc1(self.norm2(x))))
 
 
 class CharLM(nnx.Module):
-    """``[B, T]`` character ids to logits ``[B, T, V]``."""
+    """``[B, T]`` character ids to logits ``[B, T, V]``; layers stacked, run under a scan."""
 
     def __init__(self, config: Config, vocabulary: int, *, rngs: nnx.Rngs):
         self.embed = Embed(vocabulary, config.width, rngs=rngs)
         self.positions = Embed(config.context, config.width, rngs=rngs)
-        self.layers = nnx.List(
-            [Block(config.width, config.num_heads, rngs=rngs) for _ in range(config.depth)]
-        )
+        blocks = [Block(config, rngs=rngs) for _ in range(config.depth)]
+        states = [nnx.state(block, nnx.Param) for block in blocks]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        self.layers = nnx.merge(nnx.split(blocks[0], nnx.Param, ...)[0], stacked, {})
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
-        self.head = Linear(config.width, vocabulary, rngs=rngs)
+        self.head = Linear(config.width, vocabulary, kernel_init=INITS[config.init], rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.embed(ids) + self.positions(jnp.arange(ids.shape[1]))
-        for layer in self.layers:
-            x = layer(x)
+        graph, state = nnx.split(self.layers)
+        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, state)
         return self.head(self.norm(x))
 
 
@@ -309,12 +321,17 @@ def bars(summary: dict[str, Any]) -> list[tuple[str, float, float]]:
     return found
 
 
+def results_path(init: str) -> Path:
+    return RESULTS if init == "normal" else RESULTS.with_stem(f"formats_lm_{init}")
+
+
 def write(results: dict[str, Any]) -> None:
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    path = results_path(results["config"]["init"])
+    path.parent.mkdir(parents=True, exist_ok=True)
     results["versions"] = {"jax": jax.__version__}
-    temporary = RESULTS.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(temporary, RESULTS)
+    os.replace(temporary, path)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -342,17 +359,19 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--init", choices=tuple(INITS), default="normal")
     parser.add_argument("--train-only", action="store_true")
     parser.add_argument("--table", action="store_true", help="print what was measured")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(RESULTS.read_text())))
+        print(table(json.loads(results_path(args.init).read_text())))
         return
-    setting = Setting(Config())
+    setting = Setting(Config(init=args.init))
     models = trained(setting, tuple(args.seeds))
     if args.train_only:
         return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    path = results_path(args.init)
+    results = json.loads(path.read_text()) if path.exists() else {}
     if results.get("key") != setting.key:
         results = {"key": setting.key, "config": dataclasses.asdict(setting.config),
                    "float_loss": {}, "runs": {}}
