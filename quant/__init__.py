@@ -21,7 +21,7 @@ from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
 from fadex.quant.interop import QArrayFields, from_qwix, to_qwix
 from fadex.quant.matmul import qmatmul
 from fadex.quant.packing import pack, packed_length, repack, unpack
-from fadex.quant.qarray import QuantizedArray, quantize_array
+from fadex.quant.qarray import QuantizedArray, quantize_array, quantize_dequantize
 from fadex.quant.razer import (
     RaZeR,
     quantize_razer,
@@ -84,6 +84,7 @@ __all__ = [
     "quantization_report",
     "quantize",
     "quantize_array",
+    "quantize_dequantize",
     "quantize_razer",
     "razer_e3m3",
     "razer_e4m3",

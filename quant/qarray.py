@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fadex.core.checks import check_choice, is_concrete
-from fadex.quant.formats import Format
+from fadex.quant.formats import Format, materialize
 from fadex.quant.packing import LAYOUTS, pack, pack_unit, repack, unpack
 
-__all__ = ["QuantizedArray", "quantize_array"]
+__all__ = ["QuantizedArray", "quantize_array", "quantize_dequantize"]
 
 ON_NONFINITE = ("propagate", "saturate", "check")
 
@@ -360,7 +360,13 @@ def quantize_array(
         x, fmt, axis, tensor_scale, importance, on_nonfinite, axis_name
     )
     over = None if g is None else _over(g, blocks.ndim)
-    out = fmt.encode_blocks(blocks, over, axis=axis, importance=importance)
+    def encode(blocks: jax.Array, over: Any, importance: Any) -> Any:
+        return fmt.encode_blocks(blocks, over, axis=axis, importance=importance)
+
+    # Along the axis that is contiguous in memory, codes must be stored before they are packed:
+    # XLA's CPU compiler would compute each where the packing wants it, one by one.
+    encode = functools.partial(materialize, encode) if axis == -1 and fmt.bits < 8 else encode
+    out = encode(blocks, over, importance)
     padded = padded_length(length, fmt)
     codes = out.codes.reshape(x.shape[: x.ndim + axis] + (padded,) + x.shape[x.ndim + axis + 1:])
     if fmt.bits < 8:
@@ -372,3 +378,28 @@ def quantize_array(
     )
 
 
+def quantize_dequantize(
+    x: Any, fmt: Format, *, axis: int = -1, tensor_scale: Any = None, importance: Any = None,
+    on_nonfinite: str = "propagate", axis_name: Any = None,
+) -> jax.Array:
+    """``quantize_array(x, fmt, ...).dequantize()`` without packing: what activations go through.
+
+    The values are the same bit for bit, in the shape and dtype of ``x``. Arguments and errors are
+    those of :func:`quantize_array`; the default axis is the last.
+
+    Example:
+      >>> from fadex.quant import nvfp4, quantize_dequantize
+      >>> quantize_dequantize(jnp.array([6.0, 2.9, -0.7, 0.0]), nvfp4(), tensor_scale=1.0).tolist()
+      [6.0, 3.0, -0.5, 0.0]
+    """
+    x, axis = prepare(x, fmt, axis)
+    blocks, g, importance = blocked(
+        x, fmt, axis, tensor_scale, importance, on_nonfinite, axis_name
+    )
+    over = None if g is None else _over(g, blocks.ndim)
+    out = fmt.encode_blocks(blocks, over, axis=axis, importance=importance)
+    values = fmt.decode_blocks(out.codes, out.scales, out.zero_point)
+    values = values if over is None else values * over
+    at = x.ndim + axis
+    values = values.reshape(x.shape[:at] + (-1,) + x.shape[at + 1:]) if x.size else x
+    return jax.lax.slice_in_dim(values, 0, x.shape[at], axis=at).astype(x.dtype)
