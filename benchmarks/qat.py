@@ -29,6 +29,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +171,8 @@ def measure(task: QatTask, optimizer: str, surrogate: Surrogate, label: str, tra
             break
         centre, moves = best, moves + 1
     fresh = run_all(train, task, [(point(best), *ends, s) for s in task.seeds], label)
-    finite = lambda x: x if math.isfinite(x) else None  # JSON has no infinity
+    # Six digits are plenty, and JSON has no infinity.
+    finite = lambda x: float(f"{x:.6g}") if math.isfinite(x) else None
     return {
         "lr": point(best), "at_edge": at_edge, "seeds": list(task.seeds),
         "grid": [{"lr": point(i), task.select: finite(scores[i])} for i in sorted(scores)],
@@ -192,7 +194,10 @@ def read_results(path: Path) -> dict[str, Any]:
 def write_results(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
+    # Lists of numbers on one line.
+    text = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]",
+                  lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", json.dumps(results, indent=1))
+    temporary.write_text(text + "\n")
     os.replace(temporary, path)
 
 
