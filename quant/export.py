@@ -12,6 +12,7 @@ are raw bytes, so no storage has to know an 8-bit float.
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ __all__ = [
 
 VERSION = 1
 _KEY = "fadex_quantized"
-_KINDS = {cls.__name__: cls for cls in (Format, FourOverSix, RaZeR)}
+_KINDS: dict[str, Any] = {cls.__name__: cls for cls in (Format, FourOverSix, RaZeR)}
+_KINDS["FixedScale"] = "fadex.quant.qat.fake_quant"  # loaded when it is met
 _LEAVES = ("codes", "scales", "tensor_scale", "zero_point", "codebook", "rotation")
 
 
@@ -74,9 +76,12 @@ def format_from_json(description: dict[str, Any]) -> Format:
         raise ValueError(f"format: version {version!r}, this library reads version {VERSION}")
     if kind not in _KINDS:
         raise ValueError(f"format: unknown kind {kind!r}, expected one of {sorted(_KINDS)}")
+    kind_class = _KINDS[kind]
+    if isinstance(kind_class, str):
+        kind_class = getattr(importlib.import_module(kind_class), kind)
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     try:
-        return _KINDS[kind](**fields)
+        return kind_class(**fields)
     except TypeError as error:
         raise ValueError(f"format: {error}") from None
 

@@ -33,6 +33,7 @@ from fadex.quant import (
     save_quantized,
     to_state,
 )
+from fadex.quant.qat import fixed_scale
 
 FORMATS = [
     nvfp4(), nvfp4_4o6(), nvfp4(scale="e3m3"), mxfp4(), mxfp6(), mxfp6("e2m3"), nf4(),
@@ -115,7 +116,7 @@ def test_a_restored_tree_can_go_to_another_sharding(tmp_path):
 
 
 def test_formats_survive_their_description():
-    for fmt in FORMATS:
+    for fmt in (*FORMATS, fixed_scale(2, 0.1)):
         assert format_from_json(json.loads(json.dumps(fmt.to_json()))) == fmt
     assert isinstance(format_from_json(nvfp4().to_json()), Format)
 
