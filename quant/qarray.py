@@ -309,6 +309,20 @@ def _dynamic_scale(
     return fmt.tensor_scale(amax)
 
 
+# Compiled as a whole: the branches of formats that search would be compiled again at every call
+# outside of jit. Inlined where there is a jit around.
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "stored"), inline=True)
+def _encode_blocks(
+    blocks: jax.Array, tensor_scale: jax.Array | None, importance: jax.Array | None, *,
+    fmt: Format, axis: int, stored: bool = False,
+) -> Any:
+    def encode(blocks: jax.Array, tensor_scale: Any, importance: Any) -> Any:
+        return fmt.encode_blocks(blocks, tensor_scale, axis=axis, importance=importance)
+
+    call = functools.partial(materialize, encode) if stored else encode
+    return call(blocks, tensor_scale, importance)
+
+
 def quantize_array(
     x: Any,
     fmt: Format,
@@ -360,13 +374,10 @@ def quantize_array(
         x, fmt, axis, tensor_scale, importance, on_nonfinite, axis_name
     )
     over = None if g is None else _over(g, blocks.ndim)
-    def encode(blocks: jax.Array, over: Any, importance: Any) -> Any:
-        return fmt.encode_blocks(blocks, over, axis=axis, importance=importance)
-
     # Along the axis that is contiguous in memory, codes must be stored before they are packed:
     # XLA's CPU compiler would compute each where the packing wants it, one by one.
-    encode = functools.partial(materialize, encode) if axis == -1 and fmt.bits < 8 else encode
-    out = encode(blocks, over, importance)
+    stored = axis == -1 and fmt.bits < 8
+    out = _encode_blocks(blocks, over, importance, fmt=fmt, axis=axis, stored=stored)
     padded = padded_length(length, fmt)
     codes = out.codes.reshape(x.shape[: x.ndim + axis] + (padded,) + x.shape[x.ndim + axis + 1:])
     if fmt.bits < 8:
@@ -397,7 +408,7 @@ def quantize_dequantize(
         x, fmt, axis, tensor_scale, importance, on_nonfinite, axis_name
     )
     over = None if g is None else _over(g, blocks.ndim)
-    out = fmt.encode_blocks(blocks, over, axis=axis, importance=importance)
+    out = _encode_blocks(blocks, over, importance, fmt=fmt, axis=axis)
     values = fmt.decode_blocks(out.codes, out.scales, out.zero_point)
     values = values if over is None else values * over
     at = x.ndim + axis
