@@ -25,15 +25,18 @@ twice; sum 128 KiB, output 64 KiB twice; the weight as int32, as float32 and as 
 1 + 0.5 MiB: under 3.5 MiB of 16; at the largest, bk = 4096 by bn = 128, under 7 MiB. The last
 block along ``K`` may hang over: what lies beyond is masked out of both operands.
 
-**GPU form (Triton).** Grid ``(batch * splits, M/bm, N/bn)`` with the loop over ``K`` inside, a
-tile of 128 at a step as two products of depth 64; ``bm`` is 16, 32 or 64, ``bn`` 128 or 64. A few
-rows make too few programs to fill the machine, so ``K`` is split until there are two a
-multiprocessor, and the partial sums (8 bytes written and read again) are added by XLA: at most
-``K / 64 M`` parts, so that they never move more than 22 % of the weight's bytes; one part from 64
-rows on. Shared memory: two decoded halves 64 x 128 and two of ``x`` 64 x 64, 48 KiB in bfloat16 and
-96 KiB in float32.
+**GPU form (Triton).** Grid ``(batch * splits, M/bm, N/64)`` with the loop over ``K`` inside, a
+tile of 128 at a step as two products of depth 64; ``bm`` is 16, 32 or 64. A few rows make too few
+programs to fill the machine, so ``K`` is split until there are four a multiprocessor, and the
+partial sums (8 bytes written and read again) are added by XLA: at most ``K / 64 M`` parts, so that
+they never move more than 22 % of the weight's bytes; one part from 64 rows on at ``K = 4096``.
+Compiled ahead of time for an H100, two stages: bfloat16 at 8 rows takes 12 KiB of shared memory
+and 104 (NVFP4) to 128 (RaZeR) registers, at 64 rows 44 KiB and 134; float32 multiplies as three
+TF32 products on tensor cores, 24 KiB; no spills.
 
-The GPU form's speed has not been measured; ``benchmarks/device_kernels.py`` does so.
+Neither form's speed has been measured; ``benchmarks/device_kernels.py`` does so. Several TPUs:
+XLA does not partition a Mosaic kernel by itself, so call it under ``jax.shard_map`` (or let
+``qmatmul`` take ``impl='xla'``).
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ _TPU_MAX_DEPTH = 4096
 _TPU_ROWS = 128
 _TPU_AREA = 1 << 18
 _GPU_ROWS = 64
-_GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
+_GPU_COLUMNS = 64
+_GPU_PROGRAMS = 528  # four for each of 132 multiprocessors
 
 
 def _precision(dtype: Any) -> jax.lax.Precision | None:
@@ -169,8 +173,10 @@ def w4a16_tpu(
     columns = min(n, max(128, min(512, _TPU_AREA // depth // 128 * 128)))
     steps = pl.cdiv(length, depth)
     group = depth if block is None else block
-    operand = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
-    params = [a for a in (qw.scales, qw.zero_point) if a is not None]
+    # TPUs hold no float16: float32 holds it exactly.
+    legal = lambda d: jnp.dtype(jnp.float32 if d == jnp.float16 else d)
+    operand = legal(dtype)
+    params = [a.astype(legal(a.dtype)) for a in (qw.scales, qw.zero_point) if a is not None]
 
     def kernel(*refs):
         refs = list(refs)
@@ -210,7 +216,7 @@ def w4a16_tpu(
 
         @pl.when(k == steps - 1)
         def _():
-            total = sum_ref[...] if g_ref is None else sum_ref[...] * g_ref[b]
+            total = sum_ref[...] if g_ref is None else sum_ref[...] * g_ref[b, 0]
             out_ref[...] = total.astype(out_ref.dtype)
 
     scales_spec = pl.BlockSpec(
@@ -227,11 +233,12 @@ def w4a16_tpu(
             *[scales_spec for _ in params],
         ],
         out_specs=pl.BlockSpec((None, rows, columns), lambda b, i, j, k: (b, i, j)),
-        out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, m, n), operand),
         scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
         interpret=interpret,
-    )(*([] if qw.tensor_scale is None else [qw.tensor_scale]), x, qw.codes, *params)
-    return out.reshape(shape)
+    )(*([] if qw.tensor_scale is None else [qw.tensor_scale[:, None]]),
+      x.astype(legal(x.dtype)), qw.codes, *params)
+    return out.astype(dtype).reshape(shape)
 
 
 def gpu_splits(m: int, length: int, programs: int) -> int:
@@ -255,13 +262,17 @@ def w4a16_triton(
     batch, m, length = x.shape
     n = qw.shape[-1]
     rows = min(_GPU_ROWS, max(16, 1 << (m - 1).bit_length()))
-    columns = 128 if rows <= 16 else 64
+    columns = _GPU_COLUMNS
     grid = (pl.cdiv(m, rows), pl.cdiv(n, columns))
     splits = splits or gpu_splits(m, length, batch * grid[0] * grid[1])
     tiles = length // TILE // splits
     group = _HALF if block is None else min(block, _HALF)
     params = [a for a in (qw.scales, qw.zero_point) if a is not None]
     partial = splits > 1
+    precision = _precision(dtype)
+    if precision is not None and not interpret:
+        # Float32's accuracy from tensor cores; without them the product spills registers.
+        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
     def kernel(*refs):
         refs = list(refs)
@@ -302,7 +313,7 @@ def w4a16_triton(
                 total += jax.lax.dot_general(
                     left.astype(dtype), w.reshape(_HALF, columns).astype(dtype),
                     (((1,), (0,)), ((), ())),
-                    precision=_precision(dtype), preferred_element_type=jnp.float32,
+                    precision=precision, preferred_element_type=jnp.float32,
                 )
             return total
 
@@ -321,7 +332,9 @@ def w4a16_triton(
             (splits, batch, m, n) if partial else (batch, m, n),
             jnp.float32 if partial else dtype,
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4 if jnp.dtype(dtype).itemsize == 2 else 8, num_stages=2
+        ),
         interpret=interpret,
     )(*([] if qw.tensor_scale is None else [qw.tensor_scale]), x, qw.codes, *params)
     if partial:
