@@ -219,7 +219,8 @@ def _qat(qat: Any) -> list[str]:
         "", "### Two-bit training", "",
         "Loss less that of the clipped straight-through estimator (STE), in percent of it, paired "
         "by seed, with 95 % intervals (and paired t); the learning rate is tuned for each "
-        "surrogate on other seeds, from the same grid. MLPs: training loss; character LM: validation loss "
+        "surrogate on other seeds, from the same grid. MLPs: training loss; character LM: "
+        "validation loss "
         "(`python benchmarks/qat.py`):", "",
     ]
     columns = [(t, o) for t in TASKS for o in qat["tasks"][t]["optimizers"]]
@@ -250,7 +251,8 @@ def _qat(qat: Any) -> list[str]:
         "both open at the edges, Gaussian 0.35 changes the teacher-student loss by "
         f"{open_gap:+.1f} ± {open_half:.1f} % (t {open_t:+.1f}). On the character LM two bits cost "
         "so little in 200 steps that no surrogate can gain. What holds exactly is the "
-        "equivalence: each surrogate is the expectation of its zeroth-order estimator (`tests/quant`).",
+        "equivalence: each surrogate is the expectation of its zeroth-order estimator "
+        "(`tests/quant`).",
     ]
     return lines
 
