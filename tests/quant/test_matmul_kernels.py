@@ -44,6 +44,12 @@ def weight(fmt, *shape, dtype="float32", **options):
     return quantized(normal(*shape).astype(jnp.dtype(dtype)), fmt=fmt, **options)
 
 
+def described(fmt, *shape, dtype="float32", **options):
+    """Shapes and dtypes of :func:`weight`, nothing computed."""
+    call = functools.partial(quantize_array, fmt=fmt, **options)
+    return jax.eval_shape(call, jax.ShapeDtypeStruct(shape, dtype))
+
+
 def decoded(qw):
     return np.float64(_dequantized(qw))
 
@@ -85,7 +91,6 @@ def assert_product(out, x, qw):
         (nf4(64, double_quant=True), (3, 256, 24)),
         (int_group(4, 128, symmetric=False, scale="float16"), (3, 256, 24)),
         (int_group(4, None), (2, 128, 24)),
-        (int_group(4, "tensor"), (2, 128, 24)),
     ],
     ids=lambda value: getattr(value, "name", "x".join(map(str, value))
                               if isinstance(value, tuple) else value),
@@ -131,8 +136,7 @@ def test_many_rows_take_several_blocks():
 
 def test_split_k_adds_up():
     x, qw = normal(2, 512, seed=1), weight(nvfp4(), 512, 8)
-    for splits in (1, 2):
-        assert_product(interpreted(w4a16.w4a16_triton, x, qw, splits=splits), x, qw)
+    assert_product(interpreted(w4a16.w4a16_triton, x, qw, splits=2), x, qw)
     assert w4a16.gpu_splits(8, 4096, 64) == 8  # K / 64 M
     assert w4a16.gpu_splits(1, 4096, 64) == 8  # enough programs
     assert w4a16.gpu_splits(64, 4096, 64) == 1
@@ -140,8 +144,9 @@ def test_split_k_adds_up():
 
 
 def test_what_the_kernel_takes():
-    serves = lambda fmt, *shape, dtype="float32", **kw: w4a16.serves(weight(fmt, *shape, **kw),
-                                                                     dtype)
+    serves = lambda fmt, *shape, dtype="float32", **kw: w4a16.serves(
+        described(fmt, *shape, **kw), dtype
+    )
     assert serves(nvfp4(), 128, 8) and serves(nvfp4_4o6(), 128, 8) and serves(nf4(64), 128, 8)
     assert serves(nvfp4(), 128, 8, dtype="bfloat16")
     assert not serves(nvfp4(), 128, 8, dtype="float64")
@@ -165,7 +170,7 @@ def test_result_dtype_is_that_of_the_decoded_product():
     plain = lambda x, q: jnp.matmul(x, q.dequantize())
     for x, w in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16"),
                  ("int32", "bfloat16"), ("float32", "bfloat16")):
-        args = jax.ShapeDtypeStruct((2, 128), x), weight(nvfp4(), 128, 4, dtype=w)
+        args = jax.ShapeDtypeStruct((2, 128), x), described(nvfp4(), 128, 4, dtype=w)
         assert jax.eval_shape(qmatmul, *args) == jax.eval_shape(plain, *args)
     x, qw = np.float64(normal(2, 128)), weight(nvfp4(), 128, 4)
     with jax.enable_x64(True):
@@ -310,15 +315,15 @@ def test_lowers_to_a_kernel_on_each_platform(platform):
         return len([name for name in found if name != "Sharding"])
 
     rows = lambda m, k=256, dtype="bfloat16": jax.ShapeDtypeStruct((m, k), dtype)
-    for fmt in (nvfp4(), razer_e3m3(), mxfp4(), nf4(64), int_group(4, 32, symmetric=False)):
-        assert calls(qmatmul, rows(3), weight(fmt, 256, 136, dtype="bfloat16")) == 1
-    qw = weight(nvfp4(), 256, 136)
+    for fmt in (razer_e3m3(), nf4(64), int_group(4, 32, symmetric=False)):
+        assert calls(qmatmul, rows(3), described(fmt, 256, 136, dtype="bfloat16")) == 1
+    qw = described(nvfp4(), 256, 136)
     assert calls(qmatmul, rows(PREFILL_ROWS), qw) == 1
     assert calls(qmatmul, rows(PREFILL_ROWS + 1), qw) == 0
     assert calls(functools.partial(qmatmul, impl="xla"), rows(3), qw) == 0
     assert calls(qmatmul, rows(3), qw, on="cpu") == 0
-    assert calls(qmatmul, rows(3, 100), weight(nvfp4(), 100, 12)) == 0
-    stacked = weight(nvfp4(), 2, 256, 136)
+    assert calls(qmatmul, rows(3, 100), described(nvfp4(), 100, 12)) == 0
+    stacked = described(nvfp4(), 2, 256, 136)
     experts = jax.ShapeDtypeStruct((2, 3, 256), jnp.float32)
     assert calls(qmatmul, experts, stacked) == calls(jax.vmap(qmatmul), experts, stacked) == 1
     slope = jax.grad(lambda x, q: jnp.sum(qmatmul(x, q) ** 2))
