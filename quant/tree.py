@@ -249,8 +249,8 @@ def quantization_report(tree: Any, qtree: Any) -> QuantizationReport:
         if not is_quantized(leaf):
             untouched += getattr(leaf, "nbytes", 0)
             continue
-        path = path[: -len("/weight")] if path not in originals else path
-        path = path[: -len("/value")] if path.endswith("/value") else path
+        if path not in originals:  # the weight of a site, the content of a Variable
+            path = path.removesuffix("/weight").removesuffix("/value")
         original = originals.get(path)
         if original is None or tuple(original.shape) != leaf.shape:
             raise ValueError(
