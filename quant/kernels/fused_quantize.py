@@ -145,12 +145,16 @@ def _array(
     )
 
 
-def _spread(x: jax.Array, g: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+def _spread(
+    x: jax.Array, g: Any, fmt: Format
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """``x`` as ``[B, K, N]``, the tensor scale as stored and as ``[B]``."""
     flat = x.reshape(-1, *x.shape[-2:])
     if g is None:
         return flat, None, None
     g = jnp.broadcast_to(jnp.asarray(g, jnp.float32), x.shape[:-2])
+    if not fmt.nan_in_scale:  # no block scale can say NaN, so the tensor scale has to
+        g = jnp.where(jnp.isfinite(x).all(axis=(-2, -1)), g, jnp.nan)
     return flat, g, g.reshape(-1)
 
 
@@ -169,7 +173,7 @@ def fused_quantize_tpu(
     from jax.experimental.pallas import tpu as pltpu
 
     _check(x, fmt, tensor_scale)
-    flat, stored, g = _spread(x, tensor_scale)
+    flat, stored, g = _spread(x, tensor_scale, fmt)
     batch, length, n = flat.shape
     depth = _depth(fmt, length)
     block = fmt.block if isinstance(fmt.block, int) else TILE
@@ -220,7 +224,7 @@ def fused_quantize_triton(
     from jax.experimental.pallas import triton as plgpu
 
     _check(x, fmt, tensor_scale)
-    flat, stored, g = _spread(x, tensor_scale)
+    flat, stored, g = _spread(x, tensor_scale, fmt)
     batch, length, n = flat.shape
     block = fmt.block if isinstance(fmt.block, int) else TILE
     columns = _GPU_COLUMNS
@@ -292,9 +296,6 @@ def fused_quantize(x: Any, fmt: Format, tensor_scale: Any = None) -> QuantizedAr
     x = jnp.asarray(x)
     _check(x, fmt, tensor_scale)
     g = None if tensor_scale is None else jnp.asarray(tensor_scale, jnp.float32)
-    if g is not None and not fmt.nan_in_scale:
-        # No block scale can say NaN, so the tensor scale has to.
-        g = jnp.where(jnp.isfinite(x).all(axis=(-2, -1)), g, jnp.nan)
     bind = lambda form: functools.partial(form, fmt=fmt)
     half = "float16" in (fmt.scale, x.dtype.name)  # TPUs hold none
     integers = ELEMENTS[fmt.element].kind == "int"  # see the module

@@ -85,10 +85,11 @@ def assert_product(out, x, qw):
 @pytest.mark.parametrize(
     ("fmt", "shape"),
     [
-        (nvfp4(), (5, 640, 72)),  # K beyond a whole TPU block of 512: what hangs over is masked
+        # K beyond a whole TPU block of 512: what hangs over is masked, NaN scales included.
+        (nf4(64), (5, 640, 72)),
         (razer_e3m3(), (1, 256, 130)),
         (mxfp4(), (17, 128, 8)),
-        (nf4(64, double_quant=True), (3, 256, 24)),
+        (nvfp4(), (3, 256, 24)),
         (int_group(4, 128, symmetric=False, scale="float16"), (3, 256, 24)),
         (int_group(4, None), (2, 128, 24)),
     ],
