@@ -22,6 +22,7 @@ from fadex.quant.interop import QArrayFields, from_qwix, to_qwix
 from fadex.quant.matmul import qmatmul
 from fadex.quant.packing import pack, packed_length, repack, unpack
 from fadex.quant.qarray import QuantizedArray, quantize_array, quantize_dequantize
+from fadex.quant.qat import fake_quant, zoe_surrogate
 from fadex.quant.razer import (
     RaZeR,
     quantize_razer,
@@ -39,7 +40,9 @@ from fadex.quant.tree import (
     ReportRow,
     bits_per_weight,
     calibrate_special_values,
+    combine_quantized,
     dequantize,
+    partition_quantized,
     quantization_report,
     quantize,
 )
@@ -62,10 +65,12 @@ __all__ = [
     "bits_per_weight",
     "calibrate_activations",
     "calibrate_special_values",
+    "combine_quantized",
     "decode_element",
     "dequantize",
     "element_levels",
     "encode_element",
+    "fake_quant",
     "format_from_json",
     "fp8",
     "from_qwix",
@@ -80,6 +85,7 @@ __all__ = [
     "nvfp4_4o6",
     "pack",
     "packed_length",
+    "partition_quantized",
     "qmatmul",
     "quantization_report",
     "quantize",
@@ -99,4 +105,5 @@ __all__ = [
     "to_state",
     "to_two_pass",
     "unpack",
+    "zoe_surrogate",
 ]

@@ -122,7 +122,8 @@ def _round_to_odd(x: np.ndarray) -> np.ndarray:
     return np.where(finite & ~exact, bits | 1, bits).astype(np.int32).view(np.float32)
 
 
-def _as_float32(x: Any) -> jax.Array:
+def as_float32(x: Any) -> jax.Array:
+    """``x`` in float32, from float64 so that a later rounding is as if there had been one."""
     if isinstance(x, (float, np.ndarray, np.float64)) and np.asarray(x).dtype == np.float64:
         # Not through float32's own rounding: -431.99999999999994 is -416 in e4m3, not -448.
         return jnp.asarray(_round_to_odd(np.asarray(x)))
@@ -281,7 +282,7 @@ def encode_element(x: Any, name: str, *, on_nonfinite: str = "propagate") -> jax
     if element.kind == "table" and getattr(x, "dtype", None) == np.float64:
         # Midpoints of float32 levels need one digit more: compared as they are.
         return jnp.asarray(encode_table(x, NF4_LEVELS), jnp.uint8)
-    x = _as_float32(x)
+    x = as_float32(x)
     if element.kind == "int":
         codes = encode_int(x, element.bits)
     elif element.kind == "table":

@@ -22,10 +22,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fadex.core import checkpoint
-from fadex.core.pytree import map_with_path, path_str, to_pure_dict
+from fadex.core.pytree import flatten_with_paths, map_with_path, to_pure_dict
 from fadex.quant.formats import Format
 from fadex.quant.four_over_six import FourOverSix
-from fadex.quant.packing import TILE
+from fadex.quant.packing import TILE, pack_unit
 from fadex.quant.qarray import QuantizedArray, matrix_ndim, padded_length
 from fadex.quant.razer import RaZeR
 from fadex.quant.site import QuantizedSite
@@ -126,14 +126,38 @@ def to_state(tree: Any) -> ExportedTree:
             name: leaf for name in _LEAVES if (leaf := getattr(node, name)) is not None
         }
 
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stops)
-    made = [plain(path_str(key_path), node) for key_path, node in pairs]
+    made = [
+        plain(path, node) for path, node in flatten_with_paths(tree, is_leaf=_stops).items()
+    ]
+    structure = jax.tree.structure(tree, is_leaf=_stops)
     # Containers are made plain while each of our nodes stands as one leaf, by its position.
     skeleton = to_pure_dict(structure.unflatten([_Slot(i) for i in range(len(made))]))
     arrays = jax.tree.map(
         lambda slot: made[slot.index], skeleton, is_leaf=lambda n: isinstance(n, _Slot)
     )
+    found: list[str] = []
+    _walk(arrays, {**arrays_meta, **sites}, found.append)
+    if sorted(found) != sorted({**arrays_meta, **sites}):
+        raise ValueError("tree: keys that are empty or hold '/' make paths ambiguous: "
+                         f"{sorted({**arrays_meta, **sites})}")
     return ExportedTree(arrays, {"version": VERSION, "arrays": arrays_meta, "sites": sites})
+
+
+def _walk(node: Any, known: Any, visit: Any, path: str | None = None) -> None:
+    """Visit the paths of ``known`` as :func:`from_state` will meet them."""
+    if (path or "") in known and (path is not None or not isinstance(node, dict)
+                                  or "codes" in node or "weight" in node):
+        visit(path or "")
+        inner = f"{path}/weight" if path else "weight"
+        if inner in known:
+            visit(inner)
+        return
+    below = lambda key: f"{path}/{key}" if path else str(key)
+    children = node.items() if isinstance(node, dict) else (
+        enumerate(node) if isinstance(node, (list, tuple)) else ()
+    )
+    for key, child in children:
+        _walk(child, known, visit, below(key))
 
 
 class _Slot:
@@ -182,6 +206,8 @@ def from_state(arrays: Any, meta: dict[str, Any], *, like: Any = None,
 
     def build(path: str, node: Any) -> Any:
         if path in sites:
+            if not isinstance(node, dict) or "weight" not in node:
+                raise ValueError(f"state: {path!r} is described as a site but holds no weight")
             weight = build(f"{path}/weight" if path else "weight", node["weight"])
             return QuantizedSite(weight, node.get("scale"), None,
                                  activations=format_from_json(sites[path]["activations"]))
@@ -197,19 +223,16 @@ def from_state(arrays: Any, meta: dict[str, Any], *, like: Any = None,
     tree = build("", arrays)
     if like is None:
         return tree
-    found = {
-        path_str(key_path): node
-        for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stops)
-    }
-    wanted = jax.tree.map(lambda node: _Slot(0) if _stops(node) else node, like, is_leaf=_stops)
-
-    def pick(path: str, leaf: Any) -> Any:
-        del leaf
-        if path not in found:
-            raise ValueError(f"like: {path!r} is not in the state, which holds {sorted(found)}")
-        return found[path]
-
-    return map_with_path(pick, wanted)
+    found = flatten_with_paths(tree, is_leaf=_stops)
+    wanted = flatten_with_paths(like, is_leaf=_stops)
+    missing, left = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or left:
+        raise ValueError(f"like: {missing} not in the state; {left} of the state not in like")
+    for path, leaf in wanted.items():
+        have, want = (tuple(getattr(x, "shape", ())) for x in (found[path], leaf))
+        if have != want:
+            raise ValueError(f"like: {path!r} has shape {want}, the state's has {have}")
+    return map_with_path(lambda path, leaf: found[path], like, is_leaf=_stops)
 
 
 def save_quantized(
@@ -285,7 +308,7 @@ def shardings_for(q: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpe
     names = entries[q.axis]
     if names is not None:
         shards = int(np.prod([mesh.shape[n] for n in np.atleast_1d(names)]))
-        block = q.fmt.block if isinstance(q.fmt.block, int) else q.padded
+        block = q.fmt.block if isinstance(q.fmt.block, int) else pack_unit(q.fmt.bits)
         unit = int(np.lcm(block, TILE)) if q.layout == "planar" and q.fmt.bits < 8 else block
         if q.padded % shards or (q.padded // shards) % unit or q.pad:
             raise ValueError(
@@ -294,9 +317,12 @@ def shardings_for(q: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpe
                 f"{q.fmt.name}, layout {q.layout!r})"
             )
     cut = NamedSharding(mesh, PartitionSpec(*entries))
+    if q.fmt.block is None:  # one scale a column: nothing to cut along the block axis
+        entries[q.axis] = None
+    scales = NamedSharding(mesh, PartitionSpec(*entries))
     leading = entries[: q.ndim - matrix_ndim(q.ndim, q.axis)]
     over = NamedSharding(mesh, PartitionSpec(*leading))
-    places = dict.fromkeys(_LEAVES, cut) | {"tensor_scale": over}
+    places = dict.fromkeys(_LEAVES, scales) | {"codes": cut, "tensor_scale": over}
     return QuantizedArray(
         *(None if getattr(q, name) is None else places[name] for name in _LEAVES), fmt=q.fmt,
         axis=q.axis, pad=q.pad, layout=q.layout, dtype=q.dtype,

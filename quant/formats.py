@@ -138,6 +138,17 @@ def block_sum(
     return total
 
 
+def largest_factor(top: float, dtype: str = "float32") -> float:
+    """The largest number of ``dtype`` whose product with ``top`` is finite in float32."""
+    high = np.asarray(min(_FLOAT32_MAX / max(top, 1.0), float(jnp.finfo(dtype).max)))
+    value = high.astype(dtype)
+    with np.errstate(over="ignore"):
+        while not np.isfinite(value.astype(np.float32) * np.float32(top)):
+            bits = value.view(np.uint32 if value.dtype.itemsize == 4 else np.uint16) - 1
+            value = np.asarray(bits).view(value.dtype)
+    return float(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """Static description of a block format; equal and hashable by its fields.
@@ -248,6 +259,7 @@ class Format:
         target = self.top if self.block == TENSOR else self.top * self.scale_max
         scale = hold(divide(hold(amax), target, hold))
         tiny = _FLOAT32_TINY if self.block == TENSOR else _FLOAT32_TINY / self.scale_tiny
+        scale = jnp.minimum(scale, largest_factor(target))
         return jnp.where(amax > 0, jnp.maximum(scale, tiny), jnp.where(amax == 0, 1.0, jnp.nan))
 
     @property
@@ -274,7 +286,8 @@ class Format:
             # Subnormal float16 numbers are exact everywhere; those of 8 exponent bits are not.
             info = jnp.finfo(self.scale)
             low = info.smallest_subnormal if self.scale == "float16" else info.tiny
-            return jnp.clip(ratio, float(low), float(info.max)).astype(self.scale)
+            high = largest_factor(self.top if self.symmetric else 1.0, self.scale)
+            return jnp.clip(ratio, float(low), high).astype(self.scale)
         code = encode_float(ratio, ELEMENTS[self.scale], saturate=True)
         return jnp.maximum(code, 1)
 
@@ -291,7 +304,8 @@ class Format:
         if self.scale_rule == "ceil":
             mantissa = (1 << 23) - 1
             exponent = exponent + ((bits & mantissa) > (top & mantissa)).astype(jnp.int32)
-        return jnp.clip(exponent, 1, 254)
+        # Up to where the top of the block is still a float32 number.
+        return jnp.clip(exponent, 1, 254 - ((top >> 23) - 127))
 
     # --- elements
 
@@ -423,7 +437,9 @@ def nvfp4(block: int = 16, *, scale: str = "e4m3fn") -> Format:
 
 def _mx(name: str, element: str, block: int, scale_rule: str) -> Format:
     check_choice("scale_rule", scale_rule, SCALE_RULES)
-    suffix = "" if scale_rule == "floor" else f"_{scale_rule}"
+    suffix = ("" if block == 32 else f"_g{block}") + (
+        "" if scale_rule == "floor" else f"_{scale_rule}"
+    )
     return Format(name + suffix, element, block, "e8m0", scale_rule=scale_rule)
 
 
@@ -504,9 +520,10 @@ def nf4(block: int = 64, *, double_quant: bool = False) -> Format:
     ``double_quant`` stores the scales as e4m3fn under a float32 scale per matrix:
     ``4 + 8 / block`` bits per weight in place of ``4 + 32 / block``.
     """
+    where = "channel" if block is None else f"g{block}"
     if double_quant:
-        return Format(f"nf4_g{block}_dq", "nf4", block, "e4m3fn", two_level=True)
-    return Format(f"nf4_g{block}", "nf4", block)
+        return Format(f"nf4_{where}_dq", "nf4", block, "e4m3fn", two_level=True)
+    return Format(f"nf4_{where}", "nf4", block)
 
 
 def fp8(element: str = "e4m3fn", *, per: str = "channel") -> Format:

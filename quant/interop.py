@@ -35,13 +35,15 @@ class QArrayFields(NamedTuple):
     qtype: Any
 
 
-def to_qwix(q: QuantizedArray, cls: Any = None) -> Any:
+def to_qwix(q: QuantizedArray, cls: Any = None, *, scale_dtype: Any = jnp.float32) -> Any:
     """Unpack into the fields of qwix's ``QArray``.
 
     Args:
       q: a quantized array.
       cls: ``qwix.QArray`` or anything called with the same keywords; default
         :class:`QArrayFields`.
+      scale_dtype: of the scale, which is also the dtype that a ``QArray`` dequantizes to; fewer
+        bits than float32 round the product of both scales.
 
     Raises:
       ValueError: what a ``QArray`` cannot hold: RaZeR's special values, the half-integer grid of
@@ -96,7 +98,7 @@ def to_qwix(q: QuantizedArray, cls: Any = None) -> Any:
                 q.tensor_scale.shape + (1,) * (q.ndim - q.tensor_scale.ndim)
             )
     make = QArrayFields if cls is None else cls
-    return make(qvalue=values, scale=scale.astype(q.dtype), zero_point=zero, qtype=qtype)
+    return make(qvalue=values, scale=scale.astype(scale_dtype), zero_point=zero, qtype=qtype)
 
 
 def _element_of(qvalue: jax.Array, qtype: Any) -> str:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fadex.core.checks import check_choice, is_concrete
+from fadex.quant.elements import as_float32
 from fadex.quant.formats import Format, materialize
 from fadex.quant.packing import LAYOUTS, pack, pack_unit, repack, unpack
 
@@ -37,7 +40,7 @@ ON_NONFINITE = ("propagate", "saturate", "check")
     data_fields=["codes", "scales", "tensor_scale", "zero_point", "codebook", "rotation"],
     meta_fields=["fmt", "axis", "pad", "layout", "dtype"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, as arrays are
 class QuantizedArray:
     """An array in a low-bit format. A pytree node: leaves are arrays, the rest is static.
 
@@ -74,6 +77,11 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.codes.ndim < -self.axis:
+            raise ValueError(
+                f"a QuantizedArray with block axis {self.axis} has codes of shape "
+                f"{self.codes.shape}: a scan or vmap took away an axis of the matrix itself"
+            )
         shape = list(self.codes.shape)
         shape[self.axis] = self.length
         return tuple(shape)
@@ -85,7 +93,7 @@ class QuantizedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @property
     def padded(self) -> int:
@@ -148,7 +156,16 @@ class QuantizedArray:
                 f"index: a QuantizedArray of shape {self.shape} with block axis {self.axis} takes "
                 f"at most {leading} leading indices, got {index!r}; call dequantize() for more"
             )
+        for part, size in zip(parts, self.shape):
+            if isinstance(part, (int, np.integer)) and not -size <= part < size:
+                raise IndexError(f"index: {part} is out of range for an axis of {size}")
         return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[QuantizedArray]:
+        return (self[i] for i in range(len(self)))
 
     def columns(self, start: int, stop: int) -> QuantizedArray:
         """Columns ``start:stop`` of the last axis, which must not be the block axis."""
@@ -168,11 +185,15 @@ class QuantizedArray:
             raise ValueError(f"take: expected a matrix, got shape {self.shape}")
         if self.axis != -1:
             return jnp.take(self.dequantize(), index, axis=0)
-        rows = lambda a: None if a is None else jnp.take(a, index, axis=0)
-        return dataclasses.replace(
+        # As jnp.take: from the end where negative, NaN where there is no such row.
+        count = self.shape[0]
+        index = jnp.where(index < 0, index + count, index)
+        rows = lambda a: None if a is None else jnp.take(a, index, axis=0, mode="clip")
+        values = dataclasses.replace(
             self, codes=rows(self.codes), scales=rows(self.scales),
             zero_point=rows(self.zero_point),
         ).dequantize()
+        return jnp.where(((index >= 0) & (index < count))[..., None], values, jnp.nan)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a QuantizedArray is not an array: call dequantize() for its values")
@@ -182,7 +203,7 @@ class QuantizedArray:
 
     def __repr__(self) -> str:
         shape = getattr(self.codes, "shape", None)
-        if shape is None:
+        if shape is None or len(shape) < -self.axis:
             return f"QuantizedArray({self.fmt.name}, codes={self.codes!r})"
         return (
             f"QuantizedArray({self.fmt.name}, shape={self.shape}, axis={self.axis}, "
@@ -212,12 +233,20 @@ def matrix_ndim(ndim: int, axis: int) -> int:
     return min(ndim, max(2, -axis))
 
 
+def _called(fmt: Any) -> str:
+    name = getattr(fmt, "__name__", "")
+    return f": did you mean {name}()?" if callable(fmt) and name else ""
+
+
 def prepare(x: Any, fmt: Format, axis: int, what: str = "x") -> tuple[jax.Array, int]:
     """Check what is to be quantized; returns the array and the negative axis."""
     if isinstance(x, QuantizedArray):
         raise ValueError(f"{what}: is quantized already ({x!r}); dequantize it first")
     if not isinstance(fmt, Format):
-        raise TypeError(f"fmt: expected a Format such as nvfp4(), got {fmt!r}")
+        raise TypeError(f"fmt: expected a Format such as nvfp4(), got {fmt!r}{_called(fmt)}")
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        # Not by float32's own rounding, which would round twice.
+        x = x if jax.config.jax_enable_x64 else as_float32(x)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{what}: expected a floating-point array, got {x.dtype}")
@@ -242,8 +271,7 @@ def blocked(
     at = x.ndim + axis
     nd = matrix_ndim(x.ndim, axis)
     batch = x.shape[: x.ndim - nd]
-    # Once through float32: float64 inputs are defined by their float32 value here.
-    x = x.astype(jnp.float32)
+    x = as_float32(x)
     if on_nonfinite == "check":
         from jax.experimental import checkify
 
@@ -253,6 +281,8 @@ def blocked(
     pad = padded_length(x.shape[at], fmt) - x.shape[at]
     widths = [(0, pad if i == at else 0) for i in range(x.ndim)]
     if importance is not None:
+        if is_concrete(importance) and np.any(np.asarray(importance) < 0):
+            raise ValueError("importance: holds negative weights")
         importance = jnp.asarray(importance, jnp.float32)
         try:
             importance = jnp.broadcast_to(importance, x.shape)
@@ -338,7 +368,8 @@ def quantize_array(
 
     Args:
       x: floating-point array; weights ``[..., K, N]`` with the contraction axis ``-2``,
-        activations ``[..., K]`` with ``axis=-1``. It is encoded from its float32 values.
+        activations ``[..., K]`` with ``axis=-1``. 16-bit floats widen exactly, float64 is
+        rounded to odd at float32, so that its codes are rounded once.
       fmt: the format. Static.
       axis: the axis that is cut into blocks. Static.
       tensor_scale: for two-level and per-matrix formats, a scale to use instead of the one that

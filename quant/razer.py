@@ -77,6 +77,8 @@ class RaZeR(Format):
     def __post_init__(self) -> None:
         object.__setattr__(self, "magnitudes", tuple(float(m) for m in self.magnitudes))
         super().__post_init__()
+        if not isinstance(self.block, int):
+            raise ValueError(f"block: a special value belongs to a block, got {self.block!r}")
 
     @property
     def specials(self) -> tuple[float, ...]:
@@ -198,7 +200,8 @@ def _check_special(name: str, value: float) -> float:
 
 
 def _label(base: str, *parts: tuple[str, float, float]) -> str:
-    return base + "".join(f"_{n}{v:g}" for n, v, default in parts if v != default)
+    return base + "".join(f"_{n}{v}" if v is None else f"_{n}{v:g}"
+                          for n, v, default in parts if v != default)
 
 
 def razer_e4m3(v: float = 5.0, *, block: int = 16) -> RaZeR:

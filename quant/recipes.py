@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fadex.quant.formats import Format
+from fadex.quant.qarray import _called
 from fadex.quant.site import Site
 
 __all__ = ["Recipe", "Rule"]
@@ -43,10 +44,13 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
             end = glob.index("]", i + 2)
             inside = glob[i + 1:end]
             inside = "^" + inside[1:] if inside.startswith("!") else inside
-            out, i = out + "[" + inside.replace("\\", "\\\\") + "]", end + 1
+            out, i = out + "(?!/)[" + inside.replace("\\", "\\\\") + "]", end + 1
         else:
             out, i = out + re.escape(glob[i]), i + 1
-    return re.compile(out)
+    try:
+        return re.compile(out)
+    except re.error as error:
+        raise ValueError(f"recipe: pattern {glob!r}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Rule:
         if self.target is not None and not isinstance(self.target, (Format, Site)):
             raise ValueError(
                 f"recipe: {self.pattern!r}: expected a Format such as nvfp4(), a Site or None, got "
-                f"{self.target!r}"
+                f"{self.target!r}{_called(self.target)}"
             )
         if self.axis is not None and not isinstance(self.axis, int):
             raise TypeError(f"recipe: {self.pattern!r}: axis must be an integer, got {self.axis!r}")
@@ -84,7 +88,6 @@ class Rule:
 
     def matches(self, path: str) -> bool:
         """Whether the whole of ``path`` matches."""
-        path = path[: -len("/value")] if path.endswith("/value") else path
         if isinstance(self.pattern, re.Pattern):
             return self.pattern.fullmatch(path) is not None
         return self.catch_all or glob_pattern(self.pattern).fullmatch(path) is not None
@@ -92,7 +95,6 @@ class Rule:
     def axis_for(self, path: str) -> int:
         if self.axis is not None:
             return self.axis
-        path = path[: -len("/value")] if path.endswith("/value") else path
         return -1 if path.rsplit("/", 1)[-1] == "embedding" else -2
 
 
@@ -103,8 +105,8 @@ class Recipe:
     Args:
       rules: ``(pattern, target)``, ``(pattern, target, axis)`` or :class:`Rule`; the first that
         matches a path decides. The pattern ``"**"`` matches everything that is left.
-      strict: raise when a rule is the first to match no leaf at all, a misspelt pattern as a rule
-        (``"**"`` is exempt).
+      strict: raise when a pattern matches no leaf, or none that could be quantized: a misspelt
+        one as a rule (``"**"`` is exempt).
 
     Raises:
       ValueError, TypeError: an entry is not such a rule.
@@ -143,7 +145,7 @@ class Recipe:
         """The deciding rule of each path that has one.
 
         Raises:
-          ValueError: with ``strict``, a pattern that decides no path; it lists the paths.
+          ValueError: with ``strict``, a pattern that matches no path; it lists the paths.
         """
         paths = list(paths)
         found = {path: rule for path in paths if (rule := self.match(path)) is not None}

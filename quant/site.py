@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fadex.core.pytree import flatten_with_paths
 from fadex.quant.formats import Format
 from fadex.quant.qarray import QuantizedArray
 
@@ -56,7 +57,7 @@ class Site:
     data_fields=["weight", "scale", "probe"],
     meta_fields=["activations"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedSite:
     """A weight and the format of the activations that meet it. A pytree node.
 
@@ -76,7 +77,8 @@ class QuantizedSite:
     def __getitem__(self, index: Any) -> QuantizedSite:
         if index is Ellipsis:
             return self
-        return jax.tree.map(lambda leaf: leaf[index], self)
+        scale = self.scale if self.scale is None or not self.scale.ndim else self.scale[index]
+        return dataclasses.replace(self, weight=self.weight[index], scale=scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,7 +102,9 @@ def _observe_forward(x: jax.Array, probe: jax.Array) -> tuple[jax.Array, Any]:
 
 def _observe_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     amax, probe = residuals
-    return g, jnp.full(probe.shape, amax, probe.dtype)
+    # The largest magnitude, and a count that tells a site that saw zeros from one not reached.
+    seen = jnp.stack([amax, jnp.ones_like(amax)])
+    return g, jnp.broadcast_to(seen, probe.shape).astype(probe.dtype)
 
 
 _observe.defvjp(_observe_forward, _observe_backward)
@@ -134,6 +138,9 @@ def site_matmul(x: jax.Array, kernel: Any, *, dtype: Any = None) -> jax.Array:
         if kernel.probe is not None:  # calibration: the weight as it is, the input observed
             return site_matmul(_observe(x, kernel.probe), kernel.weight, dtype=dtype)
         weight = kernel.weight if dtype is None else kernel.weight.astype(dtype)
+        if kernel.scale is not None and 0 < kernel.scale.ndim > x.ndim - 2 >= 0:
+            # An input that experts share meets each of their scales.
+            x = jnp.broadcast_to(x, kernel.scale.shape + x.shape[-2:])
         return qmatmul(x, weight, activation=kernel.activations, activation_scale=kernel.scale)
     kernel = kernel if dtype is None else kernel.astype(dtype)
     return qmatmul(x, kernel) if isinstance(kernel, QuantizedArray) else x @ kernel
@@ -165,9 +172,14 @@ def calibrate_activations(
       ``params`` with static scales in the sites whose format has a tensor scale.
 
     Raises:
-      ValueError: no site, no batch, or a site whose format takes no static scale.
+      ValueError: no site, no batch, a site whose format takes no static scale, or one on which
+        no floating-point output depends.
     """
-    sites = [node for node in jax.tree.leaves(params, is_leaf=_is_site) if _is_site(node)]
+    named = {
+        path: node for path, node in flatten_with_paths(params, is_leaf=_is_site).items()
+        if _is_site(node)
+    }
+    sites = list(named.values())
     if not sites:
         raise ValueError("params: holds no QuantizedSite; quantize with a recipe of Site targets")
     for site in sites:
@@ -176,10 +188,10 @@ def calibrate_activations(
                 f"params: {site.activations.name} scales each block by itself and has no tensor "
                 "scale to calibrate; use a two-level or per-tensor format"
             )
-    shape = lambda site: site.weight.shape[:-2]
+    shape = lambda site: (*site.weight.shape[:-2], 2)
     probes = [jnp.zeros(shape(site), jnp.float32) for site in sites]
 
-    def probed(values: list[jax.Array]) -> Any:
+    def probed(values: list[jax.Array], params: Any) -> Any:
         rest = iter(values)
         return jax.tree.map(
             lambda node: dataclasses.replace(node, probe=next(rest)) if _is_site(node) else node,
@@ -187,9 +199,11 @@ def calibrate_activations(
         )
 
     @jax.jit
-    def observe(values: list[jax.Array], inputs: tuple[Any, ...]) -> list[jax.Array]:
+    def observe(
+        values: list[jax.Array], params: Any, inputs: tuple[Any, ...]
+    ) -> list[jax.Array]:
         def total(values: list[jax.Array]) -> jax.Array:
-            out = jax.tree.leaves(apply(probed(values), *inputs))
+            out = jax.tree.leaves(apply(probed(values, params), *inputs))
             return sum(
                 jnp.sum(leaf.astype(jnp.float32)) for leaf in out
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -199,11 +213,17 @@ def calibrate_activations(
 
     largest = None
     for batch in batches:
-        seen = observe(probes, batch if isinstance(batch, tuple) else (batch,))
+        seen = observe(probes, params, batch if isinstance(batch, tuple) else (batch,))
         largest = seen if largest is None else jax.tree.map(jnp.maximum, largest, seen)
     if largest is None:
         raise ValueError("batches: expected at least one batch")
-    rest = iter(zip(sites, largest))
+    for path, found in zip(named, largest):
+        if not bool(jnp.all(found[..., 1] > 0)):
+            raise ValueError(
+                f"params: no floating-point output of apply depends on the site {path!r}, so its "
+                "inputs were not seen"
+            )
+    rest = iter(zip(sites, (found[..., 0] for found in largest)))
 
     def calibrated(node: Any) -> Any:
         if not _is_site(node):

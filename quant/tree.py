@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fadex.core.pytree import flatten_with_paths, map_with_path, path_str
+from fadex.core.pytree import flatten_with_paths, map_with_path
 from fadex.quant.qarray import QuantizedArray, quantize_array
 from fadex.quant.razer import RaZeR, special_value_errors
 from fadex.quant.recipes import Recipe, Rule, as_recipe
@@ -21,10 +21,16 @@ __all__ = [
     "ReportRow",
     "bits_per_weight",
     "calibrate_special_values",
+    "combine_quantized",
     "dequantize",
+    "partition_quantized",
     "quantization_report",
     "quantize",
 ]
+
+
+# What a format alone does not touch: vectors by nature, matrices where layers are stacked.
+NO_WEIGHTS = ("bias", "scale", "gain", "gamma", "beta")
 
 
 def is_quantized(node: Any) -> bool:
@@ -32,27 +38,30 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """``(path, leaf)`` with quantized arrays as leaves, Variables looked into."""
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized):
-        yield path_str(key_path), leaf
+def _stops(node: Any) -> bool:
+    return isinstance(node, (QuantizedArray, QuantizedSite))
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by path, with quantized arrays and sites as leaves, Variables looked into."""
+    return flatten_with_paths(tree, is_leaf=_stops)
 
 
 def _selected(
     tree: Any, recipe: Recipe, min_size: int
 ) -> dict[str, tuple[Rule, Any, int]]:
     """``path -> (rule, leaf, axis)`` of the leaves that a recipe quantizes."""
-    for path, leaf in _leaves(tree):
-        if is_quantized(leaf):
-            raise ValueError(f"tree: {path!r} is quantized already ({leaf!r}); dequantize it first")
-    leaves = flatten_with_paths(tree)
-    chosen = {}
+    leaves = _leaves(tree)
+    chosen: dict[str, tuple[Rule, Any, int]] = {}
+    idle: dict[Rule, list[str]] = {}
     for path, rule in recipe.resolve(leaves).items():
         leaf = leaves[path]
         target = rule.target
         if target is None or (isinstance(target, Site) and target.weights is None
                               and target.activations is None):
             continue
+        if _stops(leaf):
+            raise ValueError(f"tree: {path!r} is quantized already ({leaf!r}); dequantize it first")
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             if rule.catch_all:
@@ -62,19 +71,32 @@ def _selected(
                 f"({dtype if dtype is not None else type(leaf).__name__})"
             )
         axis = rule.axis_for(path)
+        # Biases and gains are no matrices, stacked over layers or not: they stay, as do small
+        # leaves.
+        name = path.rsplit("/", 1)[-1]
+        vector = leaf.ndim < 2 if rule.axis is None or rule.catch_all else False
+        if leaf.size < max(min_size, 1) or vector or (rule.catch_all and name in NO_WEIGHTS):
+            if leaf.size:
+                idle.setdefault(rule, []).append(path)
+            continue
         if rule.axis is not None and not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(f"axis: {axis} of rule {rule.pattern!r} is out of range for {path!r} "
                              f"of shape {leaf.shape}")
-        # Biases and gains are no matrices: they stay, as do small leaves.
-        if leaf.size < max(min_size, 1) or (leaf.ndim < 2 and rule.axis is None):
-            continue
         chosen[path] = rule, leaf, axis
+    used = {rule for rule, _, _ in chosen.values()}
+    for rule, paths in idle.items():
+        if recipe.strict and not rule.catch_all and rule not in used:
+            raise ValueError(
+                f"recipe: {rule.pattern!r} matches only vectors and leaves of fewer than "
+                f"min_size={min_size} values, which stay as they are: {', '.join(paths[:5])} "
+                "(strict=False lets it pass)"
+            )
     return chosen
 
 
 def quantize(
     tree: Any, recipe: Any, *, min_size: int = 1024, layout: str = "planar",
-    on_nonfinite: str = "propagate",
+    importance: Any = None, on_nonfinite: str = "propagate",
 ) -> Any:
     """Quantize the leaves of a tree that a recipe names.
 
@@ -83,7 +105,11 @@ def quantize(
         contraction axis ``-2`` and any leading axes of stacked layers or experts.
       recipe: a :class:`Recipe`, a list of rules, or one format for every leaf. Static.
       min_size: leaves with fewer elements stay as they are, and so do vectors (unless their rule
-        names an axis), empty leaves, and what no rule matches.
+        names an axis), empty leaves, and what no rule matches. A format alone and the pattern
+        ``"**"`` also leave what is called ``bias``, ``scale``, ``gain``, ``gamma`` or ``beta``,
+        which stacked layers turn into matrices, and integers.
+      importance: tree like ``tree`` of weights for the squared errors by which formats search for
+        their scales (leaves broadcastable to its leaves, or missing), or ``None``.
       layout, on_nonfinite: as in :func:`quantize_array`.
 
     Returns:
@@ -103,6 +129,7 @@ def quantize(
     """
     recipe = as_recipe(recipe)
     chosen = _selected(tree, recipe, min_size)
+    weights = {} if importance is None else flatten_with_paths(importance)
 
     def convert(path: str, leaf: Any) -> Any:
         if path not in chosen:
@@ -112,13 +139,15 @@ def quantize(
         weight = leaf
         if target.weights is not None:
             weight = quantize_array(
-                leaf, target.weights, axis=axis, layout=layout, on_nonfinite=on_nonfinite
+                leaf, target.weights, axis=axis, layout=layout, on_nonfinite=on_nonfinite,
+                importance=weights.get(path),
             )
-        if target.activations is None:
+        # A table is looked up, not multiplied: no activations meet it.
+        if target.activations is None or axis != -2:
             return weight
         return QuantizedSite(weight, None, None, activations=target.activations)
 
-    return map_with_path(convert, tree)
+    return map_with_path(convert, tree, is_leaf=_stops)
 
 
 def dequantize(tree: Any, dtype: Any = None) -> Any:
@@ -139,9 +168,7 @@ def dequantize(tree: Any, dtype: Any = None) -> Any:
             return back(node.weight)
         return node.dequantize(dtype) if is_quantized(node) else node
 
-    return jax.tree.map(
-        back, tree, is_leaf=lambda n: isinstance(n, (QuantizedArray, QuantizedSite))
-    )
+    return jax.tree.map(back, tree, is_leaf=_stops)
 
 
 def bits_per_weight(tree: Any) -> float:
@@ -153,11 +180,55 @@ def bits_per_weight(tree: Any) -> float:
       >>> round(bits_per_weight(q), 3)
       4.5
     """
-    leaves = [leaf for _, leaf in _leaves(tree) if hasattr(leaf, "size")]
-    size = sum(leaf.size for leaf in leaves)
+    leaves = [_weight(leaf) for leaf in _leaves(tree).values()]
+    leaves = [leaf for leaf in leaves if hasattr(leaf, "shape")]
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
     if not size:
         raise ValueError("tree: holds no values")
-    return 8 * sum(leaf.nbytes for leaf in leaves) / size
+    return 8 * sum(_bytes(leaf) for leaf in leaves) / size
+
+
+def _weight(node: Any) -> Any:
+    return node.weight if isinstance(node, QuantizedSite) else node
+
+
+def _bytes(leaf: Any) -> int:
+    """Bytes of an array, a quantized array, or what describes one."""
+    if is_quantized(leaf):
+        return leaf.nbytes
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return 0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize
+
+
+def partition_quantized(tree: Any) -> tuple[Any, Any]:
+    """Split a tree into what gradients can train and what is packed.
+
+    Codes are bytes: an optimizer that is given them would decay and truncate them, and ``jax.grad``
+    refuses them. Differentiate with respect to the first tree, and put both together inside.
+
+    Returns:
+      ``(dense, packed)``: two trees of the same structure, each with ``None`` in the place of the
+      other's leaves; :func:`combine_quantized` undoes it.
+
+    Example:
+      >>> from fadex.quant import combine_quantized, nvfp4, partition_quantized, quantize
+      >>> params = quantize({"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}, nvfp4())
+      >>> dense, packed = partition_quantized(params)
+      >>> loss = lambda dense: jnp.sum(combine_quantized(dense, packed)["bias"] ** 2)
+      >>> jax.grad(loss)(dense)["kernel"] is None
+      True
+    """
+    dense = jax.tree.map(lambda n: None if _stops(n) else n, tree, is_leaf=_stops)
+    packed = jax.tree.map(lambda n: n if _stops(n) else None, tree, is_leaf=_stops)
+    return dense, packed
+
+
+def combine_quantized(dense: Any, packed: Any) -> Any:
+    """Undo :func:`partition_quantized`."""
+    return jax.tree.map(
+        lambda d, p: p if d is None else d, dense, packed,
+        is_leaf=lambda n: n is None or _stops(n),
+    )
 
 
 class ReportRow(NamedTuple):
@@ -245,12 +316,11 @@ def quantization_report(tree: Any, qtree: Any) -> QuantizationReport:
     originals = flatten_with_paths(tree)
     rows, untouched = [], 0
     errors = powers = 0.0
-    for path, leaf in _leaves(qtree):
+    for path, leaf in _leaves(qtree).items():
+        leaf = _weight(leaf)
         if not is_quantized(leaf):
-            untouched += getattr(leaf, "nbytes", 0)
+            untouched += _bytes(leaf)
             continue
-        if path not in originals:  # the weight of a site, the content of a Variable
-            path = path.removesuffix("/weight").removesuffix("/value")
         original = originals.get(path)
         if original is None or tuple(original.shape) != leaf.shape:
             raise ValueError(

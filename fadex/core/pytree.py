@@ -80,21 +80,26 @@ def _join(key_path: tuple[Any, ...]) -> str:
     return "/".join(str(_key_name(key)) for key in key_path)
 
 
-def _labelled(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _labelled(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], Any]:
     """Leaves of ``tree`` in JAX's order with their names, and the tree's structure."""
+    stops = is_variable if is_leaf is None else lambda node: is_variable(node) or is_leaf(node)
     pairs = []
-    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
         if is_variable(node):
             # What a Variable holds may be a tree itself, a quantized array for instance.
-            for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
+            for inner, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf):
                 pairs.append((_join((*key_path, *inner[1:])), leaf))
         else:
             pairs.append((_join(key_path), node))
-    return pairs, jax.tree.structure(tree)
+    return pairs, jax.tree.structure(tree, is_leaf=is_leaf)
 
 
-def flatten_with_paths(tree: Any) -> dict[str, Any]:
-    """Leaves by name, in JAX's order.
+def flatten_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+    """Leaves by name, in JAX's order; ``is_leaf`` as in ``jax.tree.map``.
 
     Raises:
       ValueError: two leaves have the same name, as in ``{"a/b": x, "a": {"b": y}}``.
@@ -102,7 +107,7 @@ def flatten_with_paths(tree: Any) -> dict[str, Any]:
     >>> flatten_with_paths({"w": 1.0, "layers": (2.0, None, 3.0)})
     {'layers/0': 2.0, 'layers/2': 3.0, 'w': 1.0}
     """
-    pairs, _ = _labelled(tree)
+    pairs, _ = _labelled(tree, is_leaf)
     leaves = dict(pairs)
     if len(leaves) != len(pairs):
         names = [name for name, _ in pairs]
@@ -111,13 +116,15 @@ def flatten_with_paths(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_with_path(
+    fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """``jax.tree.map`` whose function gets the leaf's name first: ``fn(path, leaf, *rest)``.
 
     >>> map_with_path(lambda path, x: f"{path}={x}", {"a": [1, 2]})
     {'a': ['a/0=1', 'a/1=2']}
     """
-    pairs, structure = _labelled(tree)
+    pairs, structure = _labelled(tree, is_leaf)
     columns = [structure.flatten_up_to(other) for other in rest]
     return structure.unflatten(
         [fn(name, leaf, *others) for (name, leaf), *others in zip(pairs, *columns)]

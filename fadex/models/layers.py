@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fadex.quant.site import is_quantized, site_columns, site_matmul
+from fadex.quant.site import QuantizedSite, is_quantized, site_columns, site_matmul
 
 Dtype = Any
 Initializer = Callable[..., jax.Array]
@@ -77,6 +77,7 @@ class Embed(nnx.Module):
 
     def __call__(self, index: jax.Array) -> jax.Array:
         table = self.embedding[...]
+        table = table.weight if isinstance(table, QuantizedSite) else table
         rows = table.take(index) if is_quantized(table) else jnp.take(table, index, axis=0)
         return rows.astype(self.dtype)
 

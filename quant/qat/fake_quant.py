@@ -29,7 +29,7 @@ from fadex.core.checks import check_choice, check_real
 from fadex.core.pytree import map_with_path
 from fadex.quant.elements import element_levels
 from fadex.quant.formats import TENSOR, Blocks, Format
-from fadex.quant.qarray import blocked, prepare
+from fadex.quant.qarray import _encode_blocks, blocked, prepare
 from fadex.quant.qat.perturbations import Kernel, ste
 from fadex.quant.qat.surrogates import EDGES, surrogate_weight
 from fadex.quant.razer import RaZeR
@@ -89,7 +89,7 @@ def _encode(w: Any, fmt: Format, axis: int) -> _Encoded:
     blocks, g, _ = blocked(x, fmt, axis)
     if g is not None:
         g = g.reshape(g.shape + (1,) * (blocks.ndim - g.ndim))
-    return _Encoded(blocks, g, fmt.encode_blocks(blocks, g, axis=axis), axis)
+    return _Encoded(blocks, g, _encode_blocks(blocks, g, None, fmt=fmt, axis=axis), axis)
 
 
 def _join(blocks: jax.Array, w: jax.Array, axis: int) -> jax.Array:
