@@ -282,33 +282,23 @@ def throughput(rounds: int) -> dict[str, Any]:
     print(f"\n{'2048 x 2048 float32':24s} {'over NumPy copy':>15s} {'over XLA copy':>14s} "
           f"{'of bandwidth':>12s}   how long the peers take in units of ours")
     for case in CASES:
-        encode, decode = our_programs(case, device)
-        q = encode(device)
-        found = {peer.name: peer for peer in peers_of(case.fmt, case.axis, with_compiled=True)}
-        theirs = {name: (peer.prepare(x), peer) for name, peer in found.items()}
-        encoded = {name: peer.encode(held) for name, (held, peer) in theirs.items()}
-        work = {
-            "encode": {"ours": lambda e=encode: e(device), **{
-                name: lambda h=held, p=peer: p.encode(h) for name, (held, peer) in theirs.items()}},
-            "decode": {"ours": lambda d=decode, q=q: d(q), **{
-                name: lambda o=encoded[name], p=peer: p.decode(o)
-                for name, (_, peer) in theirs.items()}},
-        }  # fmt: skip
-        for operation, programs in work.items():
+        for operation, programs, q, failed in work_of(case, x, device):
             times = interleaved(programs | copies, rounds)
             over = {name: ratio(times, "ours", name) for name in copies}
+            names = [name for name in programs if name != "ours"]
             row = {
                 "case": case.name, "operation": operation, "over": over,
                 "bandwidth_share": (x.nbytes + q.nbytes) / (2 * x.nbytes)
                 / over["XLA copy"]["median"],
-                "peers": {name: ratio(times, name, "ours") for name in found},
+                "peers": {name: ratio(times, name, "ours") for name in names},
+                "failed": failed,
             }  # fmt: skip
             rows.append(row)
-            told = ", ".join(f"{n} {r['median']:.2f} [{r['quartiles'][0]:.2f}, "
-                             f"{r['quartiles'][1]:.2f}]" for n, r in row["peers"].items())
+            told = [f"{n} {r['median']:.2f} [{r['quartiles'][0]:.2f}, {r['quartiles'][1]:.2f}]"
+                    for n, r in row["peers"].items()] + [f"{n} fails" for n in failed]
             print(f"{case.name + ', ' + operation:30s} {over['NumPy copy']['median']:9.2f} "
                   f"{over['XLA copy']['median']:14.2f} {100 * row['bandwidth_share']:11.0f} %   "
-                  f"{told}", flush=True)
+                  + ", ".join(told), flush=True)
     said = over_nvfp4(device, rounds)
     result = {"rows": rows, "over_nvfp4": said, "rounds": rounds, "bars": []}
     for name, case, operation, against, bound_, side in BARS:
@@ -322,6 +312,33 @@ def throughput(rounds: int) -> dict[str, Any]:
         for suffix, r in found.items():
             result["bars"].append(bar(name + suffix, r["median"], bound_, side))
     return result
+
+
+def work_of(case: Case, x: np.ndarray, device: jax.Array) -> list[tuple]:
+    """``(operation, programs by name, what ours encoded, failures)`` for encode and decode."""
+    encode, decode = our_programs(case, device)
+    q = encode(device)
+    encoders: dict[str, Callable] = {"ours": functools.partial(encode, device)}
+    decoders: dict[str, Callable] = {"ours": functools.partial(decode, q)}
+    failed: dict[str, dict[str, str]] = {"encode": {}, "decode": {}}
+    readable = None  # what torchao's eager encoder made, where the compiled one fails
+    for peer in peers_of(case.fmt, case.axis, with_compiled=True):
+        held = peer.prepare(x)
+        theirs = readable if peer.name.startswith("torchao") else None
+        for operation, programs in (("encode", encoders), ("decode", decoders)):
+            try:
+                if operation == "encode":
+                    theirs = peer.encode(held)
+                    programs[peer.name] = functools.partial(peer.encode, held)
+                else:
+                    peer.decode(theirs)
+                    programs[peer.name] = functools.partial(peer.decode, theirs)
+            except Exception as error:  # foreign compilers refuse some formats
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                failed[operation][peer.name] = reason[0][:200]
+        if peer.name == "torchao, eager":
+            readable = theirs
+    return [("encode", encoders, q, failed["encode"]), ("decode", decoders, q, failed["decode"])]
 
 
 def over_nvfp4(x: jax.Array, rounds: int) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,6 +64,9 @@ def missing(package: str) -> str | None:
     try:
         if package == "torchao":
             os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+            # Refusals are recorded in the rows; their traces are not wanted between these.
+            for module in ("torch._inductor.scheduler", "torch.utils._pytree"):
+                logging.getLogger(module).setLevel(logging.CRITICAL + 1)
             import torchao.prototype.mx_formats  # noqa: F401
         else:
             __import__(package)
