@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fadex.core.checks import check_choice, check_int, check_real
-from fadex.models.layers import Embed, Linear, layer_norm
+from fadex.models.layers import Embed, Linear, attend, layer_norm
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -124,7 +124,7 @@ class _Attention(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         heads = (*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
         q, k, v = (layer(x).reshape(heads) for layer in (self.query, self.key, self.value))
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :])
+        mixed = attend(q, k, v, mask[:, None, None, :])
         return self.out(mixed.reshape(x.shape))
 
 

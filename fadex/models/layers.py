@@ -122,6 +122,17 @@ def sincos_2d(height: int, width: int, features: int) -> np.ndarray:
     return np.concatenate([encode(columns), encode(rows)], axis=1).astype(np.float32)
 
 
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    """Softmax attention of ``[B, N, H, Dh]`` each; float16 in float32, which CPUs have no product
+    for (XLA refuses it under ``jit``)."""
+    dtype = q.dtype
+    if dtype == jnp.float16:
+        q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, mask=mask).astype(dtype)
+
+
 class Attention(nnx.Module):
     """Multi-head self-attention ``[B, N, D] -> [B, N, D]`` with one fused qkv projection."""
 
@@ -136,7 +147,7 @@ class Attention(nnx.Module):
         batch, tokens, width = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, width // self.num_heads)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
-        return self.proj(jax.nn.dot_product_attention(q, k, v).reshape(batch, tokens, width))
+        return self.proj(attend(q, k, v).reshape(batch, tokens, width))
 
 
 class Mlp(nnx.Module):

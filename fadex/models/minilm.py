@@ -61,7 +61,8 @@ def load_minilm(
 
     Args:
       folder: as in :func:`find_minilm`.
-      max_length: tokens of the longest sentence; default 256, as the model is published.
+      max_length: tokens of the longest sentence; default 256, as the model is published, and at
+        most its 512 positions.
       multiple: sentences are padded to a multiple of so many tokens.
       **overrides: fields of :class:`EncoderConfig`, for instance ``scan_layers=True`` or
         ``dtype=jnp.bfloat16``.
@@ -72,7 +73,8 @@ def load_minilm(
 
     Raises:
       FileNotFoundError: it is not installed; the message holds the command.
-      ValueError: a damaged file, or weights that do not fit their config.
+      ValueError: a damaged file, weights that do not fit their config, or a ``max_length`` beyond
+        the model's positions.
       ImportError: without the packages ``safetensors`` and ``tokenizers``.
 
     Example:
@@ -84,7 +86,13 @@ def load_minilm(
     """
     folder = find_minilm(folder)
     encoder, params = from_encoder(load_encoder(folder, **overrides))
-    return encoder, params, load_tokenizer(folder, max_length=max_length, multiple=multiple)
+    tokenizer = load_tokenizer(folder, max_length=max_length, multiple=multiple)
+    if tokenizer.max_length > encoder.config.max_positions:
+        raise ValueError(
+            f"max_length: the model has {encoder.config.max_positions} positions, got "
+            f"{tokenizer.max_length}"
+        )
+    return encoder, params, tokenizer
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -51,6 +51,7 @@ from fadex.models.layers import (
     RMSNorm,
     TimestepEmbedding,
     VectorEmbedding,
+    attend,
     layer_norm,
     modulate,
 )
@@ -165,7 +166,7 @@ class _Heads(NamedTuple):
 def _attend(heads: _Heads, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Attention with rotated queries and keys, ``[B, N, D]``."""
     q, k = (apply_rope(x, *rope) for x in heads[:2])
-    out = jax.nn.dot_product_attention(q, k, heads.v)
+    out = attend(q, k, heads.v)
     return out.reshape(*out.shape[:2], -1)
 
 

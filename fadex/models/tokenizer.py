@@ -35,7 +35,7 @@ class Tokenizer:
     Attributes:
       backend: the ``tokenizers.Tokenizer``, with neither truncation nor padding of its own.
       max_length: tokens of the longest sentence, the special ones included; what is longer is
-        cut.
+        cut, and keeps its closing special tokens.
       pad_id: the padding token.
       multiple: sentences are padded to a multiple of it, so that few lengths, hence few
         programs, occur.
@@ -46,19 +46,37 @@ class Tokenizer:
     pad_id: int
     multiple: int
 
+    def __post_init__(self):
+        special = self.backend.num_special_tokens_to_add(is_pair=False)
+        check_int("max_length", self.max_length, minimum=special + 1)
+        check_int("multiple", self.multiple, minimum=1)
+
     def tokens(self, sentences: Sequence[str]) -> list[np.ndarray]:
         """Ids of each sentence, int32, cut to ``max_length`` and not padded.
 
         Raises:
           TypeError: one string instead of a list of them, or something that is no string.
+          ValueError: a string that is no Unicode text (it holds half of a surrogate pair).
         """
         if isinstance(sentences, (str, bytes)):
             raise TypeError(f"sentences: expected a list of strings, got {sentences!r}")
+        sentences = list(sentences)
         for i, sentence in enumerate(sentences):
             if not isinstance(sentence, str):
                 raise TypeError(f"sentences[{i}]: expected a string, got {sentence!r}")
-        found = self.backend.encode_batch(list(sentences))
-        return [np.array(encoded.ids, np.int32) for encoded in found]
+            try:
+                sentence.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"sentences[{i}]: is no Unicode text: {error}") from None
+        return [self._cut(encoded) for encoded in self.backend.encode_batch(sentences)]
+
+    def _cut(self, encoded: Any) -> np.ndarray:
+        ids = np.array(encoded.ids, np.int32)
+        if len(ids) <= self.max_length:
+            return ids
+        inside = np.flatnonzero(np.array(encoded.special_tokens_mask) == 0)
+        closing = len(ids) - 1 - inside[-1]
+        return np.concatenate([ids[: self.max_length - closing], ids[len(ids) - closing :]])
 
     def __call__(self, sentences: Sequence[str], *, rows: int | None = None) -> TokenBatch:
         """Tokenize and pad sentences.
@@ -99,7 +117,6 @@ def load_tokenizer(
       FileNotFoundError: no ``tokenizer.json``.
       ValueError: a file that is damaged, or a ``max_length`` without room for the special tokens.
     """
-    multiple = check_int("multiple", multiple, minimum=1)
     path = Path(folder).expanduser() / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"folder: no tokenizer at {str(path)!r}")
@@ -115,11 +132,9 @@ def load_tokenizer(
         raise ValueError(f"folder: {str(path)!r} is not a sound tokenizer: {error}") from error
     if max_length is None:
         max_length = _max_length(path.with_name("sentence_bert_config.json"))
-    special = backend.num_special_tokens_to_add(is_pair=False)
-    max_length = check_int("max_length", max_length, minimum=special + 1)
     padding = backend.padding
     backend.no_padding()
-    backend.enable_truncation(max_length)
+    backend.no_truncation()
     pad_id = padding["pad_id"] if padding else backend.token_to_id("[PAD]") or 0
     return Tokenizer(backend, max_length, pad_id, multiple)
 

@@ -28,6 +28,7 @@ from fadex.models import (
     load_minilm,
     load_tokenizer,
 )
+from fadex.models.layers import attend
 from fadex.quant import (
     QuantizedArray,
     Recipe,
@@ -134,6 +135,17 @@ def test_bfloat16_products_keep_the_vectors_to_their_precision(golden):
     rows /= np.linalg.norm(rows, axis=-1, keepdims=True)
     assert out.dtype == jnp.float32
     assert 1e-4 < np.abs(out - rows).max() < 0.02  # 8 bits of mantissa: 0.004 a rounding
+
+
+def test_float16_runs_compiled(golden):
+    config = dataclasses.replace(TINY, scan_layers=True, dtype=jnp.float16)
+    encoder, params = build(config, golden["tiny"])
+    ids, mask, types = (golden[f"tiny_{n}"] for n in ("ids", "mask", "types"))
+    rows = [golden["tiny_out"][b, mask[b]].mean(0) for b in range(4)]
+    error = np.abs(run(encoder, params, ids, mask, types) - np.stack(rows)).max()
+    assert 1e-5 < error < 5e-3  # 11 bits of mantissa: 0.0005 a rounding
+    q = jnp.ones((1, 2, 1, 4), jnp.float16)
+    assert jax.eval_shape(attend, q, q, q).dtype == jnp.float16
 
 
 def test_poolings_are_those_of_the_kept_tokens(golden):
@@ -397,8 +409,32 @@ def test_tokens_are_padded_to_a_multiple_and_cut_at_the_longest(small_tokenizer)
     assert load_tokenizer(small_tokenizer).max_length == 6
 
 
+def test_any_iterable_and_any_length_will_do(small_tokenizer):
+    tokenizer = load_tokenizer(small_tokenizer, multiple=4)
+    assert [row.tolist() for row in tokenizer.tokens(s for s in ("a", "b"))] == [
+        [1, 4, 2], [1, 5, 2]
+    ]
+    shorter = dataclasses.replace(tokenizer, max_length=5)
+    np.testing.assert_array_equal(shorter(["a b a b a b", "b"]).ids,
+                                  [[1, 4, 5, 4, 2], [1, 5, 2, 0, 0]])
+    assert tokenizer(["a b a b a b"]).ids.shape == (1, 8)  # the other is as it was
+    with pytest.raises(ValueError, match="max_length: must be >= 3, got 2"):
+        dataclasses.replace(tokenizer, max_length=2)
+
+
+def test_sentences_longer_than_the_positions_are_refused_at_once(small_tokenizer):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    write_model(small_tokenizer)
+    save_file(export_encoder(TINY, random_params(TINY)), small_tokenizer / "model.safetensors")
+    assert load_minilm(small_tokenizer, max_length=12)[2].max_length == 12
+    with pytest.raises(ValueError, match="max_length: the model has 12 positions, got 13"):
+        load_minilm(small_tokenizer, max_length=13)
+
+
 def test_tokenizer_errors(small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
+    with pytest.raises(ValueError, match=r"sentences\[1\]: is no Unicode text"):
+        tokenizer(["a", "\ud800"])
     with pytest.raises(TypeError, match="sentences: expected a list of strings, got 'a b'"):
         tokenizer("a b")
     with pytest.raises(TypeError, match=r"sentences\[1\]: expected a string, got 3"):
