@@ -18,7 +18,7 @@ PYTHONS := $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3 p
   "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[1-9]*/bin/python3)
 NEW_ENOUGH := 'import sys; raise SystemExit(sys.version_info < (3, 11))'
 
-.PHONY: demo test test-latest lint bench clean
+.PHONY: demo test test-latest models lint bench clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.demo-installed
@@ -31,6 +31,9 @@ test: $(VENV)/.test-installed $(KJV) $(MINILM)
 # The smoke subset on the newest other interpreter; says so and passes where there is none.
 test-latest:
 	@bash scripts/test_latest.sh
+
+# What the tests read from .models.
+models: $(KJV) $(MINILM)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fadex.core import checkpoint
-from fadex.core.pytree import flatten_with_paths, map_with_path, to_pure_dict
+from fadex.core.pytree import flatten_with_paths, is_variable, map_with_path, to_pure_dict
 from fadex.quant.formats import Format
 from fadex.quant.four_over_six import FourOverSix
 from fadex.quant.packing import TILE, pack_unit
@@ -136,10 +136,12 @@ def to_state(tree: Any) -> ExportedTree:
         lambda slot: made[slot.index], skeleton, is_leaf=lambda n: isinstance(n, _Slot)
     )
     found: list[str] = []
-    _walk(arrays, {**arrays_meta, **sites}, found.append)
-    if sorted(found) != sorted({**arrays_meta, **sites}):
+    known = {**arrays_meta, **sites}
+    _walk(arrays, known, found.append)
+    unnamed = "" in known and not (_stops(tree) or is_variable(tree))
+    if unnamed or sorted(found) != sorted(known):
         raise ValueError("tree: keys that are empty or hold '/' make paths ambiguous: "
-                         f"{sorted({**arrays_meta, **sites})}")
+                         f"{sorted(known)}")
     return ExportedTree(arrays, {"version": VERSION, "arrays": arrays_meta, "sites": sites})
 
 

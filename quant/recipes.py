@@ -88,13 +88,17 @@ class Rule:
 
     def matches(self, path: str) -> bool:
         """Whether the whole of ``path`` matches."""
-        if isinstance(self.pattern, re.Pattern):
-            return self.pattern.fullmatch(path) is not None
-        return self.catch_all or glob_pattern(self.pattern).fullmatch(path) is not None
+        pattern = self.pattern if isinstance(self.pattern, re.Pattern) else glob_pattern(
+            self.pattern
+        )
+        # The last step of an nnx path may be its Variable's; a real key of that name matches too.
+        paths = (path, path.removesuffix("/value"))
+        return self.catch_all or any(pattern.fullmatch(p) is not None for p in paths)
 
     def axis_for(self, path: str) -> int:
         if self.axis is not None:
             return self.axis
+        path = path.removesuffix("/value")
         return -1 if path.rsplit("/", 1)[-1] == "embedding" else -2
 
 

@@ -227,5 +227,5 @@ exit {latest}
 """)
     ran = machine(".ci/run", CI="true")
     assert (ran.returncode == 0) == (latest == suite == 0)
-    assert ran.stdout.splitlines() == ["ran test-latest", "ran test"]
+    assert ran.stdout.splitlines() == ["ran models", "ran test-latest", "ran test"]
     assert ("test-latest failed" in ran.stderr) == (latest == 1 and suite == 0)

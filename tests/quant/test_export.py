@@ -1,5 +1,6 @@
 """Files of quantized trees: restored bit for bit, readable by NumPy, refused when damaged."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from fadex.models.layers import Linear
 from fadex.quant import (
     Format,
     Site,
+    dequantize,
     format_from_json,
     fp8,
     from_state,
@@ -64,8 +66,17 @@ def documented_reader():
 
 @pytest.mark.smoke
 def test_a_reader_of_numpy_alone_reproduces_every_value_from_the_files(tmp_path):
-    tree = {f.name: quantize_array(weight(2, 72, 6), f, axis=-2) for f in FORMATS}
-    tree |= {f"{f.name}/rows": quantize_array(weight(5, 40), f, axis=-1) for f in FORMATS[::4]}
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def make(w, rows, broken):  # one program for all of them
+        tree = {f.name: quantize_array(w, f) for f in FORMATS}
+        tree |= {f"{f.name} rows": quantize_array(rows, f, axis=-1) for f in FORMATS[::5]}
+        return tree | {f"{f.name} nan": quantize_array(broken, f)
+                       for f in (mxfp4(), nvfp4(), int_group(4))}
+
+    broken = weight(64, 3)
+    broken[5, 1] = np.nan
+    tree = make(weight(2, 72, 6), weight(5, 40), broken)
+    values = jax.jit(dequantize, compiler_options={"xla_backend_optimization_level": 0})(tree)
     save_quantized(tmp_path / "q", tree)
     stored = ocp.StandardCheckpointer().restore((tmp_path / "q" / "arrays").absolute())
     manifest = json.loads((tmp_path / "q" / "manifest.json").read_text())
@@ -80,7 +91,7 @@ def test_a_reader_of_numpy_alone_reproduces_every_value_from_the_files(tmp_path)
         }
         assert leaf["codes"].dtype == np.uint8
         np.testing.assert_array_equal(
-            read(leaf, about), np.asarray(tree[path].dequantize()), err_msg=path
+            read(leaf, about), np.asarray(values[path]), err_msg=path
         )
 
 
@@ -136,8 +147,14 @@ def test_wrong_descriptions_are_named(tmp_path):
         from_state({"w": {"scales": arrays["w"]["scales"]}}, meta)
     with pytest.raises(ValueError, match="described as"):
         from_state({"w": arrays["w"] | {"codes": arrays["w"]["codes"][:, :3]}}, meta)
-    with pytest.raises(ValueError, match="'v' is not in the state"):
+    with pytest.raises(ValueError, match=r"\['v'\] not in the state; \['w'\] of the state"):
         from_state(arrays, meta, like={"v": jnp.zeros((32, 4))})
+    with pytest.raises(ValueError, match=r"'w' has shape \(7, 7\), the state's has \(32, 4\)"):
+        from_state(arrays, meta, like={"w": jnp.zeros((7, 7))})
+    with pytest.raises(ValueError, match="ambiguous"):
+        to_state({"": quantize_array(weight(32, 4), nvfp4())})
+    with pytest.raises(ValueError, match="share a path"):
+        to_state({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
     checkpoint.save(tmp_path / "dense", {"w": np.zeros(3)})
     with pytest.raises(checkpoint.CheckpointError, match="no quantized checkpoint"):
         load_quantized(tmp_path / "dense")
