@@ -31,13 +31,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fadex.core.checks import check_choice
+from fadex.core.checks import check_choice, is_concrete
 from fadex.core.kernels import by_platform
 from fadex.quant.elements import ELEMENTS
 from fadex.quant.formats import TENSOR, Format
 from fadex.quant.kernels import w4a16
 from fadex.quant.packing import TILE
-from fadex.quant.qarray import QuantizedArray, quantize_array
+from fadex.quant.qarray import QuantizedArray, quantize_array, quantize_dequantize
 
 __all__ = ["qmatmul"]
 
@@ -52,7 +52,7 @@ _EXACT = 1 << 24  # float32 holds every integer up to here
 def _fake_quantized(x: jax.Array, fmt: Format | None, scale: jax.Array | None) -> jax.Array:
     if fmt is None:
         return x
-    return quantize_array(x, fmt, axis=-1, tensor_scale=scale).dequantize()
+    return quantize_dequantize(x, fmt, axis=-1, tensor_scale=scale)
 
 
 def _is_constant_along_k(fmt: Format) -> bool:
@@ -154,14 +154,57 @@ def _kernel_form(x: jax.Array, qw: QuantizedArray, plan: _Plan) -> Any:
     }[plan.impl]
 
 
+def _with_kernel(x: jax.Array, qw: QuantizedArray, plan: _Plan) -> jax.Array:
+    """The product by the form for these shapes, chosen anew when ``vmap`` adds an axis.
+
+    A kernel that is mapped would run once an example: the axis of the examples becomes rows, that
+    of a mapped weight a leading axis.
+    """
+    leaves, structure = jax.tree.flatten(qw)
+
+    @jax.custom_batching.custom_vmap
+    def call(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return _with_form(x, jax.tree.unflatten(structure, leaves), plan)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], x: jax.Array, *leaves: jax.Array) -> Any:
+        over_x, *over = batched
+        if not any(over):
+            return _over_rows(x, jax.tree.unflatten(structure, leaves), plan), True
+        plain = qw.ndim == 2 and qw.codebook is None and qw.rotation is None
+        if all(over) and plain and x.ndim - over_x <= 2:  # experts
+            vector = x.ndim - over_x == 1
+            rows = x[..., None, :] if vector else x
+            out = _with_kernel(rows, jax.tree.unflatten(structure, leaves), plan)
+            return out[..., 0, :] if vector else out, True
+        axes = [0 if b else None for b in batched]
+        return jax.vmap(call.fun, in_axes=axes, axis_size=size)(x, *leaves), True
+
+    return call(x, *leaves)
+
+
+def _over_rows(x: jax.Array, qw: QuantizedArray, plan: _Plan) -> jax.Array:
+    """Products ``[B, ..., N]`` of examples ``[B, ..., K]`` with one weight."""
+    if x.ndim == 2:  # vectors
+        return jnp.moveaxis(_with_kernel(x, qw, plan), -2, 0)
+    x = jnp.moveaxis(x, 0, -3)
+    count = x.shape[-3:-1]
+    out = _with_kernel(x.reshape(*x.shape[:-3], -1, x.shape[-1]), qw, plan)
+    return jnp.moveaxis(out.reshape(*out.shape[:-2], *count, out.shape[-1]), -3, 0)
+
+
+def _with_form(x: jax.Array, qw: QuantizedArray, plan: _Plan) -> jax.Array:
+    form = _kernel_form(x, qw, plan) or w4a16.w4a16_reference
+    return form(x, qw, dtype=plan.dtype)
+
+
 def _forward(
     x: jax.Array, qw: QuantizedArray, scale: jax.Array | None, plan: _Plan
 ) -> jax.Array:
     integers = _takes_integers(qw, plan.activation) and jnp.dtype(plan.dtype) != jnp.float64
     if integers and plan.impl in ("auto", "xla"):
         return _integer_product(x, qw, plan.dtype, plan.activation, scale)
-    form = _kernel_form(x, qw, plan) or w4a16.w4a16_reference
-    return form(_fake_quantized(x, plan.activation, scale), qw, dtype=plan.dtype)
+    return _with_kernel(_fake_quantized(x, plan.activation, scale), qw, plan)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -197,6 +240,23 @@ _named.__name__ = _named.__qualname__ = "qmatmul"
 _compiled = jax.jit(_named, static_argnums=3)
 
 
+def _spans_devices(*trees: Any) -> bool:
+    """Whether the compiler is to partition the program, as far as can be known: by the mesh in
+    context (axes that ``shard_map`` has taken over do not count) or by where arrays lie. Or whether
+    ``shard_map`` asks how each result varies, which a kernel cannot say."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and any(
+        size > 1 and kind != jax.sharding.AxisType.Manual
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
+    ):
+        return True
+    arrays = [a for a in jax.tree.leaves(trees) if isinstance(a, jax.Array)]
+    kinds = (getattr(jax.typeof(a), "manual_axis_type", None) for a in arrays)
+    if any(getattr(kind, "varying", None) for kind in kinds):
+        return True
+    return any(len(a.sharding.device_set) > 1 for a in arrays if is_concrete(a))
+
+
 def _check_shapes(x: Any, shape: tuple[int, ...]) -> None:
     if x.ndim == 0:
         raise ValueError("x: expected at least one axis, got a scalar")
@@ -226,7 +286,16 @@ def qmatmul(
 
     Shapes are those of :func:`jax.numpy.matmul`: stacked experts ``[E, M, K] @ [E, K, N]``
     included. The result has the dtype of ``x @ qw.dequantize()``, accumulated in float32. Works
-    under ``jit``, ``vmap`` over experts and ``scan`` over stacked layers.
+    under ``jit``, ``vmap`` over examples (which become rows) or experts, and ``scan`` over stacked
+    layers.
+
+    Several devices: XLA does not partition a kernel by itself (on TPUs it raises
+    ``NotImplementedError``). ``'auto'`` therefore takes XLA's product where a mesh of several
+    devices is in context (``jax.set_mesh``) outside ``shard_map``, and for arrays that lie on
+    several. A ``jit`` whose shardings name the mesh without a context shows neither: set the mesh,
+    pass ``impl='xla'``, or call it on the shards under ``jax.shard_map(..., check_vma=False)``,
+    which keeps the kernel (with ``check_vma=True`` it is XLA's product: kernels cannot say how
+    their results vary).
 
     Derivatives with respect to ``x``, forwards and backwards, are those of
     :math:`x \hat W`: straight through the quantization of ``x``. ``qw`` and ``activation_scale``
@@ -239,22 +308,22 @@ def qmatmul(
         which is multiplied as it is.
       impl: ``'auto'``: the kernel on TPU and CUDA where it serves (at most 64 rows, 4-bit codes
         in layout ``'planar'``, ``K`` a multiple of 128, and a block that divides 128 or covers
-        ``K``), else XLA's product with the decoded weight; ``'xla'``: always the latter;
-        ``'pallas_tpu'`` or ``'pallas_gpu'``: that kernel, or an error where it does not serve;
-        ``'interpret'``: the GPU form in interpret mode, for tests. Static.
+        ``K``; one device), else XLA's product with the decoded weight; ``'xla'``: always the
+        latter; ``'pallas_tpu'`` or ``'pallas_gpu'``: that kernel, or an error where it does not
+        serve; ``'interpret'``: the GPU form in interpret mode, for tests. Static.
       activation: format in which ``x`` is held, blocks along ``K``: W4A4, W8A8. With symmetric
         integers whose scales are constant along ``K`` on both sides (``int_group(8, None)``,
         ``int_group(8, 'tensor')``) the codes are multiplied as integers; otherwise the product
         takes ``dequantize(quantize(x))``. Static.
       activation_scale: tensor scale of ``activation``, float32, that was found before
-        (static scaling), broadcastable to the leading axes of ``x``; by default it follows
-        from ``x``.
+        (static scaling), positive, broadcastable to the leading axes of ``x``; by default it
+        follows from ``x``.
 
     Raises:
       TypeError: ``x`` is quantized or complex; ``qw`` is no array; ``activation`` no format.
       ValueError: shapes that do not fit, a block axis other than -2, an unknown ``impl``, a
-        kernel that does not serve, ``activation_scale`` without ``activation`` or for a format
-        without tensor scale.
+        kernel that does not serve, ``activation_scale`` without ``activation``, for a format
+        without tensor scale or not positive (where it is known).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -279,6 +348,8 @@ def qmatmul(
     if activation is not None and activation_scale is not None:
         if not activation.has_tensor_scale:
             raise ValueError(f"activation_scale: format {activation.name!r} has no tensor scale")
+        if is_concrete(activation_scale) and not np.all(np.asarray(activation_scale) > 0):
+            raise ValueError(f"activation_scale: must be positive, got {activation_scale}")
         activation_scale = jnp.asarray(activation_scale, jnp.float32)
     if activation is not None and not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: expected floating point to be quantized, got {x.dtype}")
@@ -299,4 +370,6 @@ def qmatmul(
         )
     _check_shapes(x, qw.shape)
     dtype = jnp.promote_types(x.dtype, qw.dtype)
+    if impl == "auto" and _spans_devices(x, qw):
+        impl = "xla"
     return _compiled(x, qw, activation_scale, _Plan(impl, activation, dtype))

@@ -15,8 +15,10 @@ The body is the format's own ``encode_blocks``, the tile of 128 values packed pl
 
 **TPU form.** Grid ``(batch, K/bk, N/bn)``: blocks lie along sublanes. ``bk`` is 512, or so much
 more that the scales fill whole tiles by their width; ``bk bn <= 2^17`` unless ``bn`` is at its
-least, 128. VMEM at (512, 256), RaZeR: input 512 KiB in float32, twice, codes 64 KiB and scales 8
-KiB, twice, and about ten values of 512 KiB: under 6.5 MiB of 16; at (2048, 128) twice that.
+least, 128; a deeper block is encoded in parts of at most ``2^17`` values, whose codes are stored
+at once and whose scales together. VMEM at (512, 256), RaZeR: input 512 KiB in float32, twice,
+codes 64 KiB and scales 8 KiB, twice, and about ten values of 512 KiB: under 6.5 MiB of 16; at
+(4096, 128), the deepest, input 2 MiB and codes 256 KiB, twice, and the same values: 10 MiB.
 
 **GPU form (Triton).** Grid ``(batch, K/128, N/32)``: 8 warps encode one tile of 128 by 32, so that
 each of the arrays that live takes 16 registers of a thread. Compiled ahead of time for an H100,
@@ -25,7 +27,9 @@ of shared memory. Encoding integers rounds, for which Triton has no instruction 
 integer formats take the plain form there.
 
 Both divide as the platform divides: where that is not to the last place (as on GPUs, 2 units), a
-value at a tie may take the neighbouring code. The speed of neither form has been measured;
+value at a tie may take the neighbouring code. XLA does not partition a TPU kernel: on several
+devices call it under ``jax.shard_map(..., check_vma=False)``, or use
+:func:`fadex.quant.quantize_array`. The speed of neither form has been measured;
 ``benchmarks/device_kernels.py`` does so and counts the codes that differ.
 """
 
@@ -178,6 +182,7 @@ def fused_quantize_tpu(
     depth = _depth(fmt, length)
     block = fmt.block if isinstance(fmt.block, int) else TILE
     columns = min(n, max(128, min(512, _TPU_AREA // depth // 128 * 128)))
+    part = max(1, _TPU_AREA // max(columns, 128) // TILE) * TILE
     tile_bytes = TILE * fmt.bits // 8
 
     def add(plane, width):
@@ -191,12 +196,16 @@ def fused_quantize_tpu(
         g_ref = refs.pop(0) if g is not None else None
         x_ref, codes_ref, *out_refs = refs
         scale = None if g_ref is None else g_ref[pl.program_id(0), 0]
-        codes, per_block = _encode(x_ref[...], fmt, scale)
-        packed = jnp.concatenate(_pack(codes, fmt.bits, add), axis=1)
-        packed = packed.reshape(depth * fmt.bits // 8, columns)
-        codes_ref[...] = packed.astype(jnp.uint8)
-        for ref, value in zip(out_refs, per_block):
-            ref[...] = value.reshape(ref.shape).astype(ref.dtype)
+        found = []
+        for start in range(0, depth, part):
+            stop = min(start + part, depth)
+            codes, per_block = _encode(x_ref[start:stop, :], fmt, scale)
+            packed = jnp.concatenate(_pack(codes, fmt.bits, add), axis=1)
+            packed = packed.reshape((stop - start) * fmt.bits // 8, columns)
+            codes_ref[start * fmt.bits // 8 : stop * fmt.bits // 8, :] = packed.astype(jnp.uint8)
+            found.append(per_block)
+        for ref, *values in zip(out_refs, *found):
+            ref[...] = jnp.concatenate(values).reshape(ref.shape).astype(ref.dtype)
 
     spec = lambda rows: pl.BlockSpec((None, rows, columns), lambda b, i, j: (b, i, j))
     out = pl.pallas_call(

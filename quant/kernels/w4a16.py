@@ -35,8 +35,8 @@ and 104 (NVFP4) to 128 (RaZeR) registers, at 64 rows 44 KiB and 134; float32 mul
 TF32 products on tensor cores, 24 KiB; no spills.
 
 Neither form's speed has been measured; ``benchmarks/device_kernels.py`` does so. Several TPUs:
-XLA does not partition a Mosaic kernel by itself, so call it under ``jax.shard_map`` (or let
-``qmatmul`` take ``impl='xla'``).
+XLA does not partition a Mosaic kernel by itself; see :func:`fadex.quant.qmatmul` for what it does
+then.
 """
 
 from __future__ import annotations
