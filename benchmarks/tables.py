@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # a test loads this file by its path
 
 import tables_optim  # noqa: E402
+import tables_quant  # noqa: E402
 
 README = HERE.parent / "README.md"
 START, END = "<!-- figures: benchmarks/tables.py -->", "<!-- end of figures -->"
@@ -317,6 +318,7 @@ def render() -> str:
         f"{peer['versions']['diffusers']} gives the same relative error to within "
         f"{max(gaps):.0e} (`python benchmarks/diffusers_taylorseer.py`).",
         *tables_optim.render(),
+        *tables_quant.render(),
     ]
     return "\n".join(lines)
 

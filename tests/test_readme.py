@@ -24,7 +24,9 @@ def test_figures_are_those_of_the_benchmark_results():
 
 def test_every_import_name_in_the_table_exists():
     module = tables()
-    for _, path, *_ in [*module.METHODS, *module.tables_optim.METHODS]:
+    for _, path, *_ in [
+        *module.METHODS, *module.tables_optim.METHODS, *module.tables_quant.METHODS
+    ]:
         first, *others = path.split(", ")
         module, name = re.sub(r"\(.*", "", first).rsplit(".", 1)
         for attribute in (name, *others):
