@@ -22,9 +22,11 @@ float32 product and four ``m x m`` float32 values, ``m n (5 w + 4) + 16 m^2`` fo
 bytes, held under 12 MiB of the 16 MiB that a program gets. TPU symmetric: tiles of 512 (256
 below ``m = 1024``): two operands of 1 MiB in float32, double-buffered, accumulator, addend and
 output of 1 MiB each: at most 9 MiB; a tile of ``t`` does ``t / 2`` operations per byte in bfloat16,
-256 at 512, where chips need about 240. GPU resident: up to 64 x 128, padded to powers of two: 32
-KiB for each copy of ``X`` in float32, 80 KiB of shared memory with both operands and ``P``. GPU
-symmetric: 64 x 64 accumulator, 2 stages of two 64 x 32 operands: 32 KiB in float32.
+256 at 512, where chips need about 240. GPU resident: up to 64 x 128 in 16 bits, 32 x
+64 in float32 (whose exact products at 64 x 128 spill 77 KB of registers a thread, by the compiler's
+report), padded to powers of two: 16 KiB for each copy of ``X``, 40 KiB of shared memory with both
+operands and ``P``. GPU symmetric: 64 x 64 accumulator, 2 stages of two 64 x 32 operands: 32 KiB in
+float32.
 
 The GPU forms are lowered and checked in interpret mode; their speed has not been measured.
 """
@@ -166,9 +168,10 @@ def newton_schulz_resident_tpu(
     return out[:, :m, :n]
 
 
-def fits_triton_resident(m: int, n: int) -> bool:
+def fits_triton_resident(m: int, n: int, dtype: Any) -> bool:
     """Whether one matrix passes all its steps in one GPU block's registers."""
-    return m <= _GPU_RESIDENT[0] and n <= _GPU_RESIDENT[1]
+    part = 2 if jnp.dtype(dtype).itemsize >= 4 else 1
+    return m <= _GPU_RESIDENT[0] // part and n <= _GPU_RESIDENT[1] // part
 
 
 def newton_schulz_resident_triton(
@@ -361,7 +364,7 @@ def newton_schulz_tpu(x: jax.Array, table: Table, *, interpret: bool = False) ->
 def newton_schulz_triton(x: jax.Array, table: Table, *, interpret: bool = False) -> jax.Array:
     """The best GPU form for the size of ``x`` ``[B, m, n]``, ``m <= n``."""
     m, n = x.shape[1:]
-    if fits_triton_resident(m, n):
+    if fits_triton_resident(m, n, x.dtype):
         return newton_schulz_resident_triton(x, table, interpret=interpret)
     if m >= 512 and x.dtype.itemsize == 2:
         # In float32 the product runs without tensor cores, where the library's is faster.

@@ -119,7 +119,7 @@ def test_iteration_around_the_symmetric_product():
     [
         # Resident and symmetric forms, two of these a step; and the sizes left to XLA.
         ("tpu", {(64, 128): 1, (3, 65, 300): 1, (1024, 1536): 4}, [(20, 10)]),
-        ("cuda", {(64, 64): 1, (3, 20, 70): 1, (576, 640): 4}, [(128, 128), (65, 70)]),
+        ("cuda", {(32, 64): 1, (3, 60, 70): 1, (576, 640): 4}, [(128, 128), (65, 70), (64, 64)]),
     ],
 )
 def test_lowers_to_a_kernel_on_each_platform(platform, kernel, plain):
@@ -149,4 +149,6 @@ def test_budgets_hold_the_documented_sizes():
     fits = kernels.fits_tpu_resident
     assert fits(512, 512, jnp.float32) and fits(512, 1024, jnp.bfloat16)
     assert not fits(1024, 1024, jnp.float32) and not fits(512, 2048, jnp.bfloat16)
-    assert kernels.fits_triton_resident(64, 128) and not kernels.fits_triton_resident(65, 128)
+    fits = kernels.fits_triton_resident
+    assert fits(64, 128, jnp.bfloat16) and not fits(65, 128, jnp.bfloat16)
+    assert fits(32, 64, jnp.float32) and not fits(64, 128, jnp.float32)
