@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fadex.core.checks import check_choice, check_int, check_real
-from fadex.quant.qat.perturbations import Perturbation
+from fadex.core.checks import check_choice, check_int
+from fadex.quant.qat.perturbations import Perturbation, check_radius
 
 __all__ = ["KINDS", "Estimate", "estimate"]
 
@@ -81,8 +81,7 @@ def estimate(
     check_choice("kind", kind, KINDS)
     n = check_int("n", n, minimum=1)
     batch = min(check_int("batch", batch, minimum=1), n)
-    if isinstance(delta, (int, float)):
-        check_real("delta", delta, minimum=0.0, exclusive=True)
+    delta = check_radius(delta)
     w = jnp.asarray(w)
     w = w.astype(jnp.promote_types(w.dtype, jnp.float32))
     out = jax.eval_shape(f, w)

@@ -29,7 +29,7 @@ from fadex.core.checks import check_choice, check_real
 from fadex.core.pytree import map_with_path
 from fadex.quant.elements import element_levels
 from fadex.quant.formats import TENSOR, Blocks, Format
-from fadex.quant.qarray import _encode_blocks, blocked, prepare
+from fadex.quant.qarray import _encode_blocks, blocked, padded_length, prepare, split_blocks
 from fadex.quant.qat.perturbations import Kernel, ste
 from fadex.quant.qat.surrogates import EDGES, surrogate_weight
 from fadex.quant.razer import RaZeR
@@ -54,7 +54,8 @@ class FixedScale(Format):
 
     def tensor_scale(self, amax: jax.Array, hold: Any = None) -> jax.Array:
         del hold
-        return jnp.where(amax >= 0, jnp.float32(self.fixed), jnp.nan)
+        # Not by amax >= 0: of a largest magnitude, compiled programs took that to be true.
+        return jnp.where(jnp.isnan(amax), jnp.nan, jnp.float32(self.fixed))
 
 
 def fixed_scale(bits: int, scale: float) -> FixedScale:
@@ -95,7 +96,8 @@ def _encode(w: Any, fmt: Format, axis: int) -> _Encoded:
 def _join(blocks: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     """Undo the split and the padding."""
     at = w.ndim + axis
-    joined = blocks.reshape(w.shape[:at] + (-1,) + w.shape[at + 1:])
+    length = blocks.shape[at] * blocks.shape[at + 1]  # -1 does not serve empty arrays
+    joined = blocks.reshape(w.shape[:at] + (length,) + w.shape[at + 1:])
     return jax.lax.slice_in_dim(joined, 0, w.shape[at], axis=at)
 
 
@@ -116,8 +118,40 @@ def _levels(fmt: Format, out: Blocks) -> Any:
     return jnp.moveaxis(jnp.asarray(tables)[selector], -1, 0)
 
 
-def _factor(encoded: _Encoded, fmt: Format, kernel: Kernel, edge: str) -> jax.Array:
-    blocks, g, out, _ = encoded
+def _check_kernel(kernel: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"surrogate: expected a Kernel such as ste(), got {kernel!r}")
+    if kernel.scheduled:
+        raise ValueError("surrogate: delta is a schedule; take surrogate.at(count)")
+    own = np.shape(kernel.delta) if kernel.delta is not None else ()
+    try:
+        fits = np.broadcast_shapes(own, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"surrogate: delta of shape {own} does not broadcast to the weights' shape {shape}"
+        )
+
+
+def _split_delta(kernel: Kernel, shape: tuple[int, ...], fmt: Format, axis: int) -> Kernel:
+    """The kernel with an array of radii for the weights cut into blocks, as the weights are."""
+    if kernel.delta is None or not np.ndim(kernel.delta):
+        return kernel
+    delta = jnp.broadcast_to(jnp.asarray(kernel.delta, jnp.float32), shape)
+    at = len(shape) + axis
+    pad = padded_length(shape[at], fmt) - shape[at]
+    if pad:
+        widths = [(0, pad if i == at else 0) for i in range(len(shape))]
+        delta = jnp.pad(delta, widths, constant_values=1.0)
+    return dataclasses.replace(kernel, delta=split_blocks(delta, axis, fmt))
+
+
+def _factor(
+    encoded: _Encoded, fmt: Format, kernel: Kernel, edge: str, shape: tuple[int, ...]
+) -> jax.Array:
+    blocks, g, out, axis = encoded
+    kernel = _split_delta(kernel, shape, fmt, axis)
     scale = g if out.scales is None else fmt.scale_values(out.scales)
     if out.scales is not None and g is not None:
         scale = scale * g
@@ -132,10 +166,11 @@ def surrogate_factor(
 ) -> jax.Array:
     """What :func:`fake_quant_array` multiplies the gradient with: ``S(w / scale)``, float32.
 
-    Arguments: as :func:`fake_quant_array`.
+    NaN in blocks whose values are NaN. Arguments, errors: as :func:`fake_quant_array`.
     """
+    _check_kernel(surrogate, np.shape(w))
     encoded = _encode(w, fmt, axis)
-    return _join(_factor(encoded, fmt, surrogate, edge), w, encoded.axis)
+    return _join(_factor(encoded, fmt, surrogate, edge, w.shape), w, encoded.axis)
 
 
 class _Static(NamedTuple):
@@ -159,7 +194,8 @@ def _fake_jvp(static, primals, tangents):
     if delta is not None:
         kernel = dataclasses.replace(kernel, delta=delta)
     encoded = _encode(w, fmt, static.axis)
-    values, factor = _values(encoded, fmt), _factor(encoded, fmt, kernel, static.edge)
+    values = _values(encoded, fmt)
+    factor = _factor(encoded, fmt, kernel, static.edge, w.shape)
     join = lambda blocks: _join(blocks, w, encoded.axis)
     slope = join(factor) * tangents[1].astype(jnp.float32)
     if static.scale_gradient:
@@ -189,7 +225,8 @@ def fake_quant_array(
     Args:
       w: weights ``[..., K, N]``.
       fmt: the format. Static.
-      surrogate: kernel; its ``delta`` in code units may be traced.
+      surrogate: kernel; its ``delta`` in code units may be traced, and an array that broadcasts
+        to the shape of ``w`` (such as ``[L, 1, 1]``: one radius for each stacked layer).
       axis: the axis that is cut into blocks. Static.
       edge: at and beyond the outer levels, as in
         :func:`~fadex.quant.qat.surrogate_weight`. The default lets gradients pass: a scale that
@@ -207,7 +244,8 @@ def fake_quant_array(
 
     Raises:
       ValueError, TypeError: as :func:`~fadex.quant.quantize_array` and
-        :func:`~fadex.quant.qat.surrogate_weight`; ``scale_gradient`` for a format whose scale is
+        :func:`~fadex.quant.qat.surrogate_weight`; a ``delta`` whose shape does not broadcast to
+        that of ``w``; ``scale_gradient`` for a format whose scale is
         not one block's largest magnitude.
 
     Example:
@@ -221,11 +259,8 @@ def fake_quant_array(
       0.82 1.18
     """
     check_choice("edge", edge, EDGES)
-    if not isinstance(surrogate, Kernel):
-        raise TypeError(f"surrogate: expected a Kernel such as ste(), got {surrogate!r}")
-    if surrogate.scheduled:
-        raise ValueError("surrogate: delta is a schedule; take surrogate.at(count)")
     w, axis = prepare(w, fmt, axis, "w")
+    _check_kernel(surrogate, w.shape)
     if scale_gradient and (not fmt.symmetric or fmt.block == TENSOR):
         raise ValueError(f"scale_gradient: {fmt.name!r} has no scale of a block's largest weight")
     delta = None if isinstance(surrogate.delta, float) else surrogate.delta

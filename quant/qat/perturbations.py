@@ -116,7 +116,10 @@ GAUSSIAN = Perturbation(
 )
 LAPLACE = Perturbation(
     sample=lambda key, shape: jax.random.laplace(key, shape) / _SQRT2,
-    tail=lambda a: 0.5 * jnp.exp(-_SQRT2 * jnp.abs(a)) * (jnp.abs(a) + 1 / _SQRT2),
+    # Bounded: at infinity the product would be 0 times infinity.
+    tail=lambda a: 0.5 * jnp.exp(-_SQRT2 * jnp.abs(a)) * (
+        jnp.minimum(jnp.abs(a), 1e4) + 1 / _SQRT2
+    ),
     density=lambda z: jnp.exp(-_SQRT2 * jnp.abs(z)) / _SQRT2,
     cdf=lambda a: jnp.where(
         a < 0, 0.5 * jnp.exp(-_SQRT2 * jnp.abs(a)), 1 - 0.5 * jnp.exp(-_SQRT2 * jnp.abs(a))
@@ -332,8 +335,8 @@ def perturbation_from_surrogate(
 class Kernel:
     r"""A perturbation with its radius: what a surrogate needs to know.
 
-    A pytree whose one leaf is ``delta``, so a kernel may be an argument of a jitted function and
-    sweeps may ``vmap`` over it.
+    A pytree whose one leaf is ``delta`` (:func:`ste` has none), so a kernel may be an argument of
+    a jitted function and sweeps may ``vmap`` over it.
 
     Attributes:
       perturbation: the family.
@@ -341,7 +344,8 @@ class Kernel:
         :math:`\delta_k = \kappa D_k / 2` for a jump of :math:`D_k`, so cells of every width have
         the same shape.
       delta: the radius in code units, or :math:`\kappa`: a number, an array that broadcasts
-        against the weights, or a schedule (to be resolved by :meth:`at`).
+        against the weights, or a schedule (to be resolved by :meth:`at`). ``None``, of
+        :func:`ste`: half of each cell, static, so that it stays exact as an argument of ``jit``.
     """
 
     perturbation: Perturbation
@@ -357,12 +361,26 @@ class Kernel:
         """The kernel at step ``count`` of its schedule; itself where there is none."""
         if not self.scheduled:
             return self
-        return dataclasses.replace(self, delta=self.delta(count))
+        return dataclasses.replace(self, delta=check_radius(self.delta(count)))
 
 
 jax.tree_util.register_dataclass(
     Kernel, data_fields=["delta"], meta_fields=["perturbation", "bandwidth"]
 )
+
+
+def check_radius(delta: Any) -> Any:
+    """A radius: a number as ``float``, an array as it is; raises where it is known to be bad."""
+    if isinstance(delta, jax.core.Tracer):
+        return delta
+    if not isinstance(delta, (jax.Array, np.ndarray)):
+        return check_real("delta", delta, minimum=0.0, exclusive=True)
+    if not (jnp.issubdtype(delta.dtype, jnp.floating) or jnp.issubdtype(delta.dtype, jnp.integer)):
+        raise TypeError(f"delta: expected real numbers, got dtype {delta.dtype}")
+    values = np.asarray(delta, np.float64)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"delta: must be positive and finite everywhere, got {delta!r}")
+    return delta
 
 
 def make_kernel(
@@ -379,7 +397,8 @@ def make_kernel(
       bandwidth: ``'absolute'`` or ``'relative'``.
 
     Raises:
-      ValueError: ``delta`` not positive, or an unknown ``bandwidth``.
+      ValueError: ``delta`` not positive (a traced one gives NaN instead), or an unknown
+        ``bandwidth``.
       TypeError: not a perturbation, or a ``delta`` that is no number, array or schedule.
 
     Example:
@@ -390,9 +409,7 @@ def make_kernel(
     if not isinstance(perturbation, Perturbation):
         raise TypeError(f"perturbation: expected a Perturbation, got {perturbation!r}")
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
-    if not callable(delta) and not isinstance(delta, (jax.Array, np.ndarray, np.generic)):
-        delta = check_real("delta", delta, minimum=0.0, exclusive=True)
-    return Kernel(perturbation, bandwidth, delta)
+    return Kernel(perturbation, bandwidth, delta if callable(delta) else check_radius(delta))
 
 
 def gaussian(delta: Any = 0.35, bandwidth: str = "absolute") -> Kernel:
@@ -440,11 +457,11 @@ def ste() -> Kernel:
 
     With midpoint thresholds the rectangles tile the range of the levels, so the surrogate's weight
     is exactly 1 from the lowest level up to (not including) the highest and 0 outside: it does
-    not see how far a weight is from its threshold.
+    not see how far a weight is from its threshold. It has no radius to trace or to sweep.
 
     Example:
       >>> from fadex.quant.qat import ste, surrogate_weight
       >>> surrogate_weight([-1.6, -1.5, 0.2, 1.4], [-1.5, -0.5, 0.5, 1.5], kernel=ste()).tolist()
       [0.0, 1.0, 1.0, 1.0]
     """
-    return Kernel(RADEMACHER, "relative", 1.0)
+    return Kernel(RADEMACHER, "relative", None)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fadex.core.checks import check_choice
+from fadex.core.checks import check_choice, is_concrete
 from fadex.quant.qat.perturbations import RADEMACHER, Kernel, Perturbation
 
 __all__ = ["EDGES", "scaled_round", "surrogate_round", "surrogate_weight"]
@@ -96,7 +96,8 @@ def _describe(levels, thresholds, kernel, edge) -> tuple[_Static, _Arrays]:
         )
     fixed = known is not None and known.ndim == 1
     fixed &= thresholds is None or (cuts is not None and cuts.ndim == 1)
-    delta = kernel.delta if isinstance(kernel.delta, float) else None
+    delta = 1.0 if kernel.delta is None else kernel.delta
+    delta = delta if isinstance(delta, float) else None
     static = _Static(
         tuple(known.tolist()) if fixed else None,
         tuple(cuts.tolist()) if fixed and cuts is not None else None,
@@ -135,13 +136,14 @@ def _round_value(static: _Static, arrays: _Arrays, w: jax.Array) -> jax.Array:
     if n > _UNROLL and static.levels is not None:
         # Each element reads one level: a search, not n comparisons.
         index = jnp.searchsorted(jnp.asarray(thresholds, dtype), x, side="right")
-        return jnp.asarray(levels, dtype)[index]
+        return jnp.where(jnp.isnan(x), x, jnp.asarray(levels, dtype)[index])
     shape = jnp.broadcast_shapes(x.shape, levels.shape[1:])
     out = jnp.broadcast_to(jnp.asarray(levels[0], dtype), shape)
     for k in range(n):
         passed = x >= jnp.asarray(thresholds[k], dtype)
         out = jnp.where(passed, jnp.asarray(levels[k + 1], dtype), out)
-    return out
+    # Comparisons with NaN would make it a level.
+    return jnp.where(jnp.isnan(x), x, out)
 
 
 def _weight_value(static: _Static, arrays: _Arrays, w: jax.Array) -> jax.Array:
@@ -165,7 +167,7 @@ def _weight_value(static: _Static, arrays: _Arrays, w: jax.Array) -> jax.Array:
         if static.edge == "hold":
             held &= (x <= high + _SLACK * jnp.abs(high)) & (x >= low - _SLACK * jnp.abs(low))
         total = jnp.where(held, jnp.ones((), dtype), total)
-    return total
+    return jnp.where(jnp.isnan(x), x, total)
 
 
 def _sum_kernels(static, arrays, x, levels, thresholds) -> jax.Array:
@@ -173,6 +175,7 @@ def _sum_kernels(static, arrays, x, levels, thresholds) -> jax.Array:
     delta = static.delta
     if delta is None:
         delta = jnp.asarray(arrays.delta, dtype)
+        delta = jnp.where(delta > 0, delta, jnp.nan)  # make_kernel could not see it
     jumps = levels[1:] - levels[:-1]
 
     def term(t, jump):
@@ -182,7 +185,7 @@ def _sum_kernels(static, arrays, x, levels, thresholds) -> jax.Array:
             return jnp.asarray(jump / delta, dtype) * tail((x - t) / jnp.asarray(delta, dtype))
         half = jnp.asarray(delta * jump / 2, dtype)
         # A codebook that repeats a level has cells of width 0: no jump, no bump.
-        some = half > 0
+        some = ~(half <= 0)  # NaN stays
         bump = jnp.asarray(2 / delta, dtype) * tail((x - t) / jnp.where(some, half, 1))
         return jnp.where(some, bump, 0)
 
@@ -245,7 +248,8 @@ def surrogate_weight(
         scales that are rounded, which leave the largest weights outside of the grid.
 
     Returns:
-      The shape of ``w``, float32 (float64 for float64), whatever 16-bit type ``w`` has.
+      The shape of ``w``, float32 (float64 for float64), whatever 16-bit type ``w`` has. NaN where
+      ``w`` is.
 
     Raises:
       ValueError: levels or thresholds that do not increase or do not fit, an unknown ``edge``,
@@ -290,7 +294,7 @@ def surrogate_round(
     Args, errors: as :func:`surrogate_weight`.
 
     Returns:
-      ``Q(w)`` in the dtype of ``w``.
+      ``Q(w)`` in the dtype of ``w``; NaN, as is the derivative, where ``w`` is.
 
     Example:
       >>> import jax
@@ -322,13 +326,18 @@ def scaled_round(
 
     Args:
       w: weights, real, any shape.
-      scale: :math:`s > 0`, broadcasting against ``w``.
+      scale: :math:`s > 0`, broadcasting against ``w``. Where a traced one has become zero,
+        negative or infinite, the result is NaN.
       levels, thresholds, kernel, edge: in code units, as :func:`surrogate_weight`.
       gradient_scale: factor on the gradient to ``scale``; LSQ takes
         :math:`1/\sqrt{N q_{max}}` for ``N`` weights that share it.
 
     Returns:
       The rounded weights, in the dtype of ``w``.
+
+    Raises:
+      ValueError: a ``scale`` that is known and not positive; as :func:`surrogate_weight`.
+      TypeError: as :func:`surrogate_weight`.
 
     Example:
       >>> import jax
@@ -338,7 +347,12 @@ def scaled_round(
       0.2 1.0
     """
     w = jnp.asarray(w, _real(w))
+    if is_concrete(scale):
+        known = np.asarray(scale, np.float64)
+        if not (np.isfinite(known) & (known > 0)).all():
+            raise ValueError(f"scale: must be positive and finite everywhere, got {scale!r}")
     scale = jnp.asarray(scale, _work_dtype(w))
+    scale = jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.nan)
     held = jax.lax.stop_gradient(scale)
     scale = held + gradient_scale * (scale - held)
     static, arrays = _describe(levels, thresholds, kernel, edge)

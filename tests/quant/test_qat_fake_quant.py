@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fadex.quant import (
+    Recipe,
     Site,
     dequantize,
     element_levels,
@@ -86,6 +87,12 @@ def test_forward_is_quantization_bit_for_bit_and_backward_the_surrogate(name):
         want += d / 0.4 * np.exp(-(((units - t) / 0.4) ** 2) / 2) / np.sqrt(2 * np.pi)
     want = np.where((units >= cuts[-1]) | (units < cuts[0]), 1, want)
     np.testing.assert_allclose(back / g, want, rtol=2e-3, atol=1e-4)
+    # Where values are NaN, the surrogate is, and nowhere else (zeros are no 0/0).
+    w = w.copy()
+    w[0, 5, 1], w[1, 20, 3], w[2] = np.nan, np.inf, 0.0
+    value, back, _ = run(w, g)
+    np.testing.assert_array_equal(np.isnan(back), np.isnan(value))
+    assert np.isnan(back[0, 5, 1]) and np.isfinite(back[2]).all()
 
 
 def test_ste_passes_everything_by_default_and_clips_when_told():
@@ -100,6 +107,39 @@ def test_ste_passes_everything_by_default_and_clips_when_told():
         clipped, (w / np.float32(0.7) >= -1.5) & (w / np.float32(0.7) < 1.5))
     # With e4m3 scales, rounding leaves largest weights outside of the grid: these would die.
     assert 0 < (np.asarray(held) == 0).sum()
+
+
+def test_an_array_of_radii_broadcasts_against_the_weights_and_not_their_blocks():
+    """One radius a layer, a row and a weight, on rows that do not fill their blocks."""
+    w, fmt = weights(), int_group(2, 16)
+    rng = np.random.default_rng(4)
+    radii = [rng.uniform(0.2, 0.6, shape).astype(np.float32)
+             for shape in ((3, 1, 1), (41, 1), (3, 41, 6))]
+
+    @jit
+    def run(w, radii):
+        out = [jax.grad(lambda w, d=d: fake_quant_array(w, fmt, gaussian(d)).sum())(w)
+               for d in radii]
+        # All weights' surrogates at every weight's own radius, one radius at a time.
+        each = lambda d: surrogate_factor(w, fmt, gaussian(d))
+        return out, jax.lax.map(each, jnp.concatenate([radii[0].ravel(), radii[1].ravel()]))
+
+    (layers, rows, single), table = jax.tree.map(np.asarray, run(w, radii))
+    np.testing.assert_allclose(layers, table[np.arange(3), np.arange(3)], rtol=1e-5, atol=1e-6)
+    at = np.arange(41)
+    np.testing.assert_allclose(
+        rows, np.moveaxis(table[3 + at, :, at], 0, 1), rtol=1e-5, atol=1e-6)
+    again = run(w, [*radii[:2], np.broadcast_to(radii[0], w.shape).copy()])[0]
+    np.testing.assert_array_equal(again[2], again[0])
+    assert not np.array_equal(single, layers)
+
+
+def test_empty_weights_stay_empty():
+    f = jit(lambda w: jax.value_and_grad(
+        lambda w: fake_quant_array(w, int_group(4, 16), gaussian(0.4)).sum())(w))
+    for shape in ((32, 0), (0, 4)):
+        total, slope = f(np.zeros(shape, np.float32))
+        assert float(total) == 0 and slope.shape == shape
 
 
 def test_trees_vmap_scan_remat_and_low_precision():
@@ -127,7 +167,8 @@ def test_trees_vmap_scan_remat_and_low_precision():
     for name, got in grads.items():
         np.testing.assert_allclose(got, grads["direct"], rtol=1e-4, atol=1e-4, err_msg=name)
     # Leaves below min_size stay as they are.
-    assert fake_quant(tree, recipe, ste())["embedding"] is tree["embedding"]
+    kept = fake_quant(tree, Recipe(recipe, strict=False), ste())
+    assert kept["embedding"] is tree["embedding"]
 
 
 def test_gradients_to_scales_make_the_values_homogeneous_in_a_block():
@@ -155,6 +196,10 @@ def test_errors_name_the_argument():
         (lambda: fake_quant_array(w, nvfp4(), 0.3), TypeError, "surrogate: expected a Kernel"),
         (lambda: fake_quant_array(w, nvfp4(), gaussian(lambda t: 0.3)), ValueError,
          "surrogate: delta is a schedule"),
+        (lambda: fake_quant_array(w, nvfp4(), gaussian(np.full(32, 0.3, np.float32))), ValueError,
+         r"surrogate: delta of shape \(32,\) does not broadcast to the weights' shape \(32, 4\)"),
+        (lambda: surrogate_factor(w, nvfp4(), gaussian(np.full((2, 1, 1), 0.3))), ValueError,
+         r"surrogate: delta of shape \(2, 1, 1\)"),
         (lambda: fake_quant_array(w, nvfp4(), edge="clip"), ValueError, "edge: expected one of"),
         (lambda: fake_quant_array(w, fixed_scale(2, 1.0), scale_gradient=True), ValueError,
          "scale_gradient: 'int2_fixed_1' has no scale"),

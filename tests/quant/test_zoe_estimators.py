@@ -250,14 +250,19 @@ def test_the_linearization_error_stays_below_its_bound():
         assert (gap < bound).all() and gap.max() > 0.02 * bound.max()
 
 
-def test_biased_descent_stays_below_its_bound_and_the_floor_falls_with_the_grid():
-    """Surrogate descent on random quadratics: min |grad F_d|^2 <= 2 gap / (eta T) + bias^2."""
-    dim, steps, cases = 3, 200, 8
+def test_biased_descent_gets_below_its_bound_and_the_floor_falls_with_the_grid():
+    """Surrogate descent on random quadratics: min |grad F_d|^2 <= 2 gap / (eta T) + bias^2.
+
+    No start satisfies the bound, so the descent must; where it has converged, the squared
+    gradient is of the size of the bias, and less on the finer grid in every case.
+    """
+    dim, steps, cases = 3, 8000, 8
     rng = np.random.default_rng(1)
     roots = rng.standard_normal((cases, dim, dim))
     matrices = roots @ roots.transpose(0, 2, 1) / dim + 0.3 * np.eye(dim)
     vectors = rng.standard_normal((cases, dim))
-    starts = rng.uniform(-1.2, 1.2, (cases, dim))
+    optimum = np.linalg.solve(matrices, vectors[..., None])[..., 0]
+    starts = -np.sign(optimum) * rng.uniform(0.8, 1.6, (cases, dim))
     floors = []
     with jax.enable_x64(True):
         for step in (0.5, 0.25):
@@ -294,13 +299,15 @@ def test_biased_descent_stays_below_its_bound_and_the_floor_falls_with_the_grid(
                     smoothed_loss(w) - loss(best), rate, steps, smoothness=smooth,
                     bias=errors.max(),
                 )
-                return squares.min(), bound, errors.mean()
+                late = squares[-steps // 4:].mean(), (errors[-steps // 4:] ** 2).max()
+                return squares[0], squares.min(), bound, *late
 
-            least, bound, bias = jit(jax.vmap(one))(matrices, vectors, starts)
-            assert (least <= bound).all()
-            floors.append(float(bias.mean()))
-    # Bias, and with it the floor bias^2, goes with the grid.
-    assert floors[0] > 1.5 * floors[1]
+            first, least, bound, floor, bias = map(
+                np.asarray, jit(jax.vmap(one))(matrices, vectors, starts))
+            assert (first > bound).all() and (least <= bound).all()
+            assert (floor <= bias).all()
+            floors.append(floor)
+    assert (floors[1] < floors[0]).all() and floors[0].sum() > 2 * floors[1].sum()
 
 
 def test_errors_name_the_argument():
@@ -309,6 +316,7 @@ def test_errors_name_the_argument():
     for call, error, message in (
         (lambda: estimate(key, square, 1.0, gauss, 0.1, 10, "central"), ValueError, "kind: exp"),
         (lambda: estimate(key, square, 1.0, gauss, 0.0, 10), ValueError, "delta: must lie in"),
+        (lambda: estimate(key, square, 1.0, gauss, np.float32(-0.1), 9), ValueError, "delta: must"),
         (lambda: estimate(key, square, 1.0, gauss, 0.1, 0), ValueError, "n: must be >= 1"),
         (lambda: estimate(key, lambda w: w[:2], jnp.ones(3), gauss, 0.1, 4), ValueError,
          r"f: expected a result of shape \(\) or \(3,\), got \(2,\)"),

@@ -149,12 +149,21 @@ def test_kernels_are_pytrees_of_their_radius():
     moving = gaussian(lambda count: 0.5 - 0.25 * count / 10)
     assert moving.scheduled and moving.at(5).delta == 0.375
     assert kernel.at(5) is kernel and isinstance(ste(), Kernel)
+    assert not jax.tree.leaves(ste())  # nothing to trace, so it is known to be STE everywhere
+    assert type(gaussian(np.float32(0.5)).delta) is float
+    traced = jit(lambda d: surrogate_weight(0.2, [-1.0, 1.0], kernel=gaussian(d, "relative")))
+    np.testing.assert_array_equal(np.isnan(traced(jnp.array([0.3, 0.0, -0.3]))), [0, 1, 1])
 
 
 def test_kernel_errors_name_the_argument():
     for call, error, message in (
         (lambda: gaussian(0.0), ValueError, "delta: must lie in"),
         (lambda: gaussian(float("nan")), ValueError, "delta: must be finite"),
+        (lambda: gaussian(np.float32(0)), ValueError, "delta: must lie in"),
+        (lambda: gaussian(jnp.float32(-0.35)), ValueError, "delta: must be positive and finite"),
+        (lambda: gaussian(np.array([0.3, np.inf])), ValueError, "delta: must be positive and fin"),
+        (lambda: gaussian(np.array([True])), TypeError, "delta: expected real numbers, got dtype"),
+        (lambda: gaussian(lambda t: 0.3 - t).at(1), ValueError, "delta: must lie in"),
         (lambda: gaussian("wide"), TypeError, "delta: expected a real number"),
         (lambda: gaussian(0.3, "cells"), ValueError, "bandwidth: expected one of"),
         (lambda: make_kernel("gaussian"), TypeError, "perturbation: expected a Perturbation"),

@@ -111,7 +111,8 @@ def test_the_gaussian_surrogate_is_the_derivative_of_the_smoothed_quantizer():
 
 def test_ste_is_exactly_one_between_the_outer_levels():
     rng = np.random.default_rng(0)
-    weight = jit(lambda w: {n: surrogate_weight(w[n], g, kernel=ste()) for n, g in GRIDS.items()})
+    # As an argument of the program: a traced radius would sum rectangles whose ends are rounded.
+    weight = jit(lambda w, k: {n: surrogate_weight(w[n], g, kernel=k) for n, g in GRIDS.items()})
     points, inside = {}, {}
     for name, grid in GRIDS.items():
         low, high = grid[0], grid[-1]
@@ -124,15 +125,16 @@ def test_ste_is_exactly_one_between_the_outer_levels():
         outer = np.array([low - 1e-3, high, high + 1e-3, 50, -50], np.float32)
         points[name] = np.concatenate([inner, outer])
         inside[name] = np.arange(len(points[name])) < len(inner)
-    for name, got in weight(points).items():
+    for name, got in weight(points, ste()).items():
         np.testing.assert_array_equal(got, inside[name], err_msg=name)
     # The sum of rectangles, which a traced radius takes, on grids that are exact in binary.
     summed = jit(lambda w, k, n: surrogate_weight(w, GRIDS[n], kernel=k), static_argnums=2)
+    half_cells = make_kernel(PERTURBATIONS["rademacher"], 1.0, "relative")
     for name in ("int2", "e2m1"):
         inner = rng.uniform(GRIDS[name][0], GRIDS[name][-1], 10_000).astype(np.float32)
         inner = np.concatenate([inner, GRIDS[name][:-1].astype(np.float32)])
-        assert (np.asarray(summed(inner, ste(), name)) == 1).all()
-        assert np.asarray(summed(GRIDS[name][-1:].astype(np.float32), ste(), name)) == 0
+        got = summed(np.append(inner, GRIDS[name][-1]).astype(np.float32), half_cells, name)
+        np.testing.assert_array_equal(got, np.arange(len(inner) + 1) < len(inner))
 
 
 def test_rectangles_are_half_open_as_the_step_function_is():
@@ -257,9 +259,36 @@ def test_traced_radii_and_codebooks_per_block():
         np.testing.assert_allclose(
             slope[i], brute_force("gaussian", w[i], books[i], delta), rtol=1e-4, atol=1e-6)
     # Neither levels nor radius are trained through the rounding.
-    off = jax.grad(lambda d, b: surrogate_round(w, b, kernel=gaussian(d)).sum(), (0, 1))(
+    off = jit(jax.grad(lambda d, b: surrogate_round(w, b, kernel=gaussian(d)).sum(), (0, 1)))(
         jnp.float32(0.3), jnp.asarray(INT2, jnp.float32))
     assert all(float(jnp.abs(g).max()) == 0 for g in off)
+
+
+def test_nan_latents_stay_nan_in_value_and_surrogate():
+    """Whichever way the grid is searched and summed; infinities are the outermost levels."""
+    w = np.array([np.nan, np.inf, -np.inf, 0.3], np.float32)
+    wide = np.arange(-60.0, 61.0)
+
+    @jit
+    def run(w, delta):
+        grids = [(INT2, gaussian(0.3)), (INT2, ste()), (INT2, laplace(0.3)), (wide, uniform(0.3)),
+                 (wide, gaussian(delta)), (INT2 + delta, ste())]
+        return [[(surrogate_round(w, g, kernel=k), surrogate_weight(w, g, kernel=k, edge=edge))
+                 for g, k in grids] for edge in ("tail", "hold", "pass")]
+
+    for beyond, found in zip((0, 0, 1), run(w, np.float32(0.3))):
+        for value, weight in found:
+            np.testing.assert_array_equal(np.isnan(value), [1, 0, 0, 0])
+            np.testing.assert_array_equal(weight[:3], [np.nan, beyond, beyond])
+        assert found[0][0][1] == 1.5 and found[3][0][2] == -60
+    # A scale that has left its range says so, at its own weights alone.
+    value, (dw, ds) = jit(jax.vmap(jax.value_and_grad(
+        lambda w, s: scaled_round(w, s, INT2, kernel=gaussian(0.3)), (0, 1))))(
+        np.array([0.3, 0.3, 0.3, 0.3, np.nan], np.float32),
+        np.array([1.0, 0.0, -1.0, np.inf, 1.0], np.float32))
+    for got in (value, dw):
+        np.testing.assert_array_equal(np.isnan(got), [0, 1, 1, 1, 1])
+    assert np.isfinite(ds[0])
 
 
 def test_bfloat16_latents_are_weighed_in_float32():
@@ -331,6 +360,9 @@ def test_errors_name_the_argument():
         (lambda: surrogate_round(w, INT2, kernel=0.3), TypeError, "kernel: expected a Kernel"),
         (lambda: surrogate_round(w, INT2, kernel=gaussian(lambda t: 0.3)), ValueError,
          "kernel: delta is a schedule"),
+        (lambda: scaled_round(w, 0.0, INT2, kernel=k), ValueError, "scale: must be positive"),
+        (lambda: scaled_round(w, jnp.array([1.0, -1.0]), INT2, kernel=k), ValueError,
+         "scale: must be positive and finite everywhere"),
         (lambda: surrogate_round(jnp.arange(3), INT2, kernel=k), ValueError,
          "w: expected a real floating-point array, got dtype int32"),
     ):
