@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from fadex.quant import int_group, nvfp4, qmatmul, quantize_array, razer_e4m3
+from fadex.quant import int_group, nvfp4, qarray, qmatmul, quantize_array, razer_e4m3
 from fadex.quant.kernels import fused_quantize as fused
 from fadex.quant.kernels import w4a16
 from fadex.quant.matmul import PREFILL_ROWS
@@ -144,6 +144,19 @@ def test_a_static_scale_is_positive(scale):
     with pytest.raises(ValueError, match="activation_scale: must be positive, got"):
         qmatmul(normal(2, 3, 128), weight(128, 8), activation=razer_e4m3(),
                 activation_scale=scale)
+
+
+def test_activations_are_never_packed(monkeypatch):
+    x, qw, fmt = normal(2, 128), weight(128, 8), razer_e4m3()
+
+    def packs(*args, **options):
+        raise AssertionError("packed")
+
+    monkeypatch.setattr(qarray, "pack", packs)
+    jax.eval_shape(functools.partial(qmatmul, activation=fmt, impl="interpret"), x, qw)
+    jax.eval_shape(functools.partial(qmatmul, activation=fmt), x, jnp.ones((128, 8)))
+    with pytest.raises(AssertionError, match="packed"):
+        jax.eval_shape(functools.partial(quantize_array, fmt=fmt), x)
 
 
 # --- the fused kernel
