@@ -46,7 +46,7 @@ def test_block_scales_are_never_nan_under_a_stale_tensor_scale_or_in_zero_blocks
     x[:16, 0] = 0.0
     for fmt in (nvfp4(), nvfp4_4o6(), razer_e4m3()):
         amax = f32(np.abs(x).max())
-        for scale in (None, amax / f32(6 * 448) / 50, f32(1e-30), amax):
+        for scale in (amax / f32(6 * 448) / 50, f32(1e-30), amax):
             q, values = run(x, fmt, tensor_scale=scale)
             magnitude = np.asarray(q.scales) & 0x7F
             assert magnitude.max() <= 0x7E and magnitude.min() >= 1  # at most 448, never zero
@@ -74,8 +74,7 @@ def test_codes_belong_to_the_rounded_scale():
 def test_tiny_blocks_do_not_become_nan():
     # flashinfer-ai/flashinfer#2440: MXFP8 NaN for inputs of magnitude 1e-37.
     rng = np.random.default_rng(2)
-    for fmt in (mxfp8(), mxfp8("e5m2"), mxfp4(scale_rule="ceil"), nvfp4(), razer_e3m3(), nf4(),
-                int_group(4, 32)):
+    for fmt in (mxfp8(), nvfp4(), razer_e3m3(), int_group(4, 32)):
         for size in (1e-37, 1.2e-38, 1e-40):
             x = (rng.standard_normal((64, 4)) * size).astype(f32)
             for dtype in (f32, ml_dtypes.bfloat16) if fmt == mxfp8() else (f32,):
@@ -101,10 +100,12 @@ def test_overflow_saturates_where_a_cast_gives_nan():
     x = np.array([465, 1000, 3e38, -1000], f32)
     with np.errstate(invalid="ignore", over="ignore"):
         assert np.isnan(x.astype(ml_dtypes.float8_e4m3fn).astype(f32)).all()
-    assert encode_element(x, "e4m3fn").tolist() == [0x7E, 0x7E, 0x7E, 0xFE]
-    infinite = encode_element(np.array([np.inf], f32), "e4m3fn", on_nonfinite="saturate")
-    assert infinite.tolist() == [0x7E]
-    assert encode_element(np.array([np.inf], f32), "e4m3fn").tolist() == [0x7F]
+    infinite = f32([np.inf])
+    encode = lambda x, **kw: encode_element(x, "e4m3fn", **kw)
+    got, saturated, kept = jax.jit(lambda x, y: (
+        encode(x), encode(y, on_nonfinite="saturate"), encode(y)))(x, infinite)
+    assert got.tolist() == [0x7E, 0x7E, 0x7E, 0xFE]
+    assert saturated.tolist() == [0x7E] and kept.tolist() == [0x7F]
 
 
 def test_float64_is_not_rounded_twice():
@@ -112,7 +113,7 @@ def test_float64_is_not_rounded_twice():
     x = np.array([-431.99999999999994, 432.0, 432.00000000000006])
     assert x.astype(f32).tolist() == [-432.0, 432.0, 432.0]
     want = [0xFD, 0x7E, 0x7E]  # -416, 448 (even), 448
-    assert encode_element(x, "e4m3fn").tolist() == want
+    assert jax.jit(lambda: encode_element(x, "e4m3fn"))().tolist() == want
     with jax.enable_x64(True):
         assert jax.jit(encode_element, static_argnums=1)(x, "e4m3fn").tolist() == want
 

@@ -222,15 +222,14 @@ def test_codes_scales_and_values_are_the_references_bit_for_bit(fmt):
         assert (np.asarray(values)[x == 0] == 0).all()
 
 
-# nMSE x 1e3 of 2^21 samples: Gauss, Laplace, t(5).
+# nMSE x 1e3 of 2^21 samples: Gauss, and for some Laplace and t(5).
 TABLE = {
-    mxfp4(): (13.22, 16.09, 15.94), mxfp4(scale_rule="ceil"): (13.32, 17.44, 17.59),
-    int_group(4, 32): (9.41, 14.62, 14.99), int_group(4, 16): (7.26, 10.21, 10.14),
-    nf4(64): (8.46, 10.73, 10.98), nf4(16): (6.53, 6.69, 6.59),
-    nvfp4(): (9.035, 8.595, 8.500), nvfp4(scale="e3m3"): (9.035, 8.595, 8.500),
-    nvfp4_4o6(): (7.549, 7.586, 7.498), razer_e4m3(): (6.217, 6.491, 6.529),
-    razer_e3m3(): (5.667, 5.485, 5.510), razer_e3m3(7): (5.432, 5.380, 5.425),
-    nf4(32): (7.61,),
+    mxfp4(): (13.22, 16.09, 15.94), mxfp4(scale_rule="ceil"): (13.32,),
+    int_group(4, 32): (9.41,), int_group(4, 16): (7.26, 10.21, 10.14),
+    nf4(64): (8.46, 10.73, 10.98), nf4(16): (6.53,), nf4(32): (7.61,),
+    nvfp4(): (9.035, 8.595, 8.500), nvfp4(scale="e3m3"): (9.035,),
+    nvfp4_4o6(): (7.549,), razer_e4m3(): (6.217,), razer_e3m3(): (5.667, 5.485, 5.510),
+    razer_e3m3(7): (5.432,),
 }  # fmt: skip
 
 
@@ -244,11 +243,14 @@ def samples():
 
 @pytest.mark.parametrize("fmt", TABLE, ids=lambda f: f.name)
 def test_error_table_of_three_distributions(fmt):
-    """2^19 samples, blocks along the first axis; the standard error is below 0.2 % (Gauss)."""
+    """2^19 samples with a fixed key, blocks along the first axis."""
     for x, want, tolerance in zip(samples(), TABLE[fmt], (0.01, 0.03, 0.03)):
         values = np.asarray(run(x, fmt, -2)[2], np.float64)
-        nmse = 1e3 * ((values - x) ** 2).sum() / (x.astype(np.float64) ** 2).sum()
-        assert nmse == pytest.approx(want, rel=tolerance)
+        errors = ((values - x) ** 2).reshape(16, 32, 1024).sum(1).ravel()
+        power = (x.astype(np.float64) ** 2).sum()
+        assert 1e3 * errors.sum() / power == pytest.approx(want, rel=tolerance)
+        # The bar is more than two standard errors wide.
+        assert errors.std() / errors.mean() / np.sqrt(errors.size) < tolerance / 2
 
 
 def test_ceil_never_saturates_and_powers_of_two_keep_their_exponent():

@@ -29,9 +29,8 @@ run = jit(
 )
 FORMATS = {
     f.name: f for f in (
-        nvfp4(), nvfp4_4o6(), razer_e3m3(), mxfp4(), fp8(per="tensor"),
-        nf4(double_quant=True), int_group(3, None), int_group(4, 16, symmetric=False),
-        int_group(2, 16, scale="bfloat16"),
+        nvfp4(), razer_e3m3(), mxfp4(), fp8(per="tensor"), nf4(double_quant=True),
+        int_group(3, None), int_group(4, 16, symmetric=False),
     )
 }  # fmt: skip
 
@@ -58,19 +57,19 @@ def test_stacks_equal_the_loop_bit_for_bit_under_vmap_scan_and_eagerly(name):
     fmt, x = FORMATS[name], weights()
     one = lambda x: quantize_array(x, fmt)
 
-    scan = lambda f, xs: jax.lax.scan(lambda c, x: (c, f(x)), 0, xs)[1]
     back = lambda q: q.dequantize()
+    loop = lambda x: jax.lax.scan(lambda c, x: (c, (q := one(x), back(q))), 0, x)[1]
 
     @jit
     def every(x):
         q = one(x)
-        return (q, jax.vmap(one)(x), scan(one, x)), (back(q), jax.vmap(back)(q), scan(back, q))
+        return (q, loop(x)[0], jax.vmap(one)(x)), (back(q), loop(x)[1], jax.vmap(back)(q))
 
     quantized, values = every(x)
     for i in (1, 2):
         same(quantized[0], quantized[i])
         same(values[0], values[i])
-    if name in ("nvfp4", "int4_g16_asym", "nvfp4_4o6"):
+    if name in ("nvfp4", "int4_g16_asym"):
         same(quantized[0], one(x))
         same(values[0], back(quantized[0]))
     q = quantized[0]
@@ -104,11 +103,10 @@ def test_leaves_are_arrays_and_the_rest_is_static():
 
 def test_any_axis_equals_the_transposed_matrix():
     x = weights()
-    for fmt in (nvfp4(), int_group(3, 8)):
+    for fmt in (int_group(3, 8), fp8(per="tensor")):
         down = run(x, fmt)
         across = run(x.swapaxes(1, 2), fmt, axis=-1)
         np.testing.assert_array_equal(across[1].swapaxes(1, 2), down[1])
-        same(across[0].scales.swapaxes(1, 2), down[0].scales)
         # Axis -3: that axis and the two behind it share one tensor scale.
         outer = run(x.transpose(1, 0, 2)[None], fmt, axis=-3)
         flat = run(x.transpose(1, 0, 2).reshape(1, 41, 18), fmt)
@@ -165,12 +163,18 @@ def test_layers_columns_and_rows_are_cut_without_decoding():
             q[0, 0]
         with pytest.raises(IndexError, match="takes at most 0 leading indices"):
             q[1][0]
-    with pytest.raises(IndexError, match="leading indices"):
-        q[None]
+    for index, message in ((None, "leading indices"), (3, "index: 3 is out of range for an axis")):
+        with pytest.raises(IndexError, match=message):
+            q[index]
+    assert len(q) == 3 and [part.shape for part in q] == [(41, 6)] * 3
     index = np.array([[0, 5], [40, 5]])
     for axis in (-1, -2):
         q, values = run(x[0], nvfp4(), axis=axis)
-        same(jit(lambda q, i: q.take(i))(q, index), values[index])
+        take = jit(lambda q, i: q.take(i))
+        same(take(q, index), values[index])
+        # As jnp.take: negative rows count from the end, missing ones are NaN.
+        odd = np.array([[-1, 41], [-41, -42]])
+        np.testing.assert_array_equal(take(q, odd), jnp.take(values, odd, axis=0))
     with pytest.raises(ValueError, match="columns: the last axis is the block axis"):
         run(x[0], nvfp4(), axis=-1)[0].columns(0, 2)
     with pytest.raises(ValueError, match="take: expected a matrix"):
@@ -193,7 +197,7 @@ def test_it_never_turns_into_an_array_by_itself():
 
 def test_a_stale_tensor_scale_saturates_without_nan():
     x = weights()[0]
-    for name in ("nvfp4", "nvfp4_4o6", "razer_e3m3", "fp8_e4m3fn_tensor"):
+    for name in ("nvfp4", "razer_e3m3", "fp8_e4m3fn_tensor"):
         fmt = FORMATS[name]
         q = run(x, fmt)[0]
         again = run(x, fmt, tensor_scale=q.tensor_scale)[0]
@@ -221,7 +225,7 @@ def test_shards_share_the_tensor_scale_of_the_whole():
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "razer_e3m3", "mxfp4", "int4_g16_asym",
-                                  "fp8_e4m3fn_tensor", "nvfp4_4o6"])
+                                  "fp8_e4m3fn_tensor"])
 def test_what_is_not_finite_stays_visible_or_saturates(name):
     fmt, x = FORMATS[name], weights().copy()
     clean = np.asarray(run(x, fmt)[1])
@@ -265,6 +269,7 @@ def test_errors_name_the_argument():
     for call, error, message in (
         (lambda: quantize_array(q, nvfp4()), ValueError, "x: is quantized already"),
         (lambda: quantize_array(x, "nvfp4"), TypeError, r"fmt: expected a Format such as nvfp4"),
+        (lambda: quantize_array(x, nvfp4), TypeError, r"did you mean nvfp4\(\)\?"),
         (lambda: quantize_array(x.astype(int), nvfp4()), ValueError, "x: expected a floating-p"),
         (lambda: quantize_array(x + 1j, nvfp4()), ValueError, "x: expected a floating-point"),
         (lambda: quantize_array(jnp.float32(1), nvfp4()), ValueError, "x: expected at least one"),

@@ -11,7 +11,6 @@ import pytest
 from fadex.quant import (
     calibrate_special_values,
     nvfp4,
-    qmatmul,
     quantize_array,
     quantize_razer,
     razer_e3m3,
@@ -85,8 +84,9 @@ def candidates(x, fmt, importance=None):
     return g, out
 
 
-@pytest.mark.parametrize("name", [pytest.param("e3m3", marks=pytest.mark.smoke), "e4m3", "w7"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name, weighted", [
+    pytest.param("e3m3", False, marks=pytest.mark.smoke), ("e3m3", True), ("e4m3", False),
+    ("w7", False)])
 def test_encoding_is_the_references_bit_for_bit(name, weighted):
     fmt, x = FORMATS[name], matrices()
     importance = None
@@ -161,7 +161,7 @@ def test_theorem_2_both_scales_are_equal_where_the_block_is_not_tiny():
     assert 0.2 < large.mean() < 0.9 and (short != long).any()  # both sides were seen
 
 
-@pytest.mark.parametrize("fmt", [razer_e4m3(), razer_e3m3(), razer_e3m3(7), razer_e3m3(12, 10)],
+@pytest.mark.parametrize("fmt", [razer_e4m3(), razer_e3m3(), razer_e3m3(12, 10)],
                          ids=lambda f: f.name)
 def test_theorem_3_two_nvfp4_arrays_add_up_to_it(fmt):
     x = matrices() * f32([1, 1, 1, 1e-30, 1, 1])[:, None, None]
@@ -194,13 +194,6 @@ def test_two_passes_need_sums_of_two_magnitudes():
             to_two_pass(dataclasses.replace(q, fmt=razer_e4m3(v)))
     with pytest.raises(TypeError, match="q: expected a QuantizedArray in a RaZeR format"):
         to_two_pass(dataclasses.replace(q, fmt=nvfp4()))
-
-
-def test_errors_fall_to_the_references_share_of_nvfp4():
-    x = populations()[0]
-    plain = block_errors(x, nvfp4())[0].sum()
-    for fmt, ratio in ((razer_e4m3(), 0.688), (razer_e3m3(), 0.627), (razer_e3m3(7), 0.601)):
-        assert block_errors(x, fmt)[0].sum() / plain == pytest.approx(ratio, rel=0.01)
 
 
 def test_stored_bytes_are_those_of_nvfp4():
@@ -267,47 +260,41 @@ def test_edge_cases_of_one_block():
 
 
 def test_largest_and_smallest_numbers_of_float32():
-    top, sub = np.finfo(f32).max, np.float32(1e-41)
+    sizes = f32([np.finfo(f32).max, 1e37, np.finfo(f32).tiny, 1e-41])
+    x = np.zeros(matrices().shape, f32)
+    for i, amax in enumerate(sizes):
+        x[i, :, 0], x[i, :4, 1] = amax, [amax, -amax, amax / 2, 0]
     for fmt in FORMATS.values():
-        for amax in (top, f32(1e37), np.finfo(f32).tiny, sub):
-            x = np.zeros((32, 2), f32)
-            x[:, 0], x[:4, 1] = amax, [amax, -amax, amax / 2, 0]
-            values = np.asarray(run(x, fmt)[2])
-            assert np.isfinite(values).all()
-            if amax > 1e30:
-                np.testing.assert_allclose(values[:2, 1], x[:2, 1], rtol=0.07)
-            else:  # below the resolution: nothing worse than zero
-                assert (np.abs(values - x) <= amax * 1.001).all()
+        values = np.asarray(run(x, fmt)[2])
+        assert np.isfinite(values).all()
+        np.testing.assert_allclose(values[:2, :2, 1], x[:2, :2, 1], rtol=0.07)
+        # Below the resolution: nothing worse than zero.
+        assert (np.abs(values - x)[2:4] <= sizes[2:4, None, None] * 1.001).all()
 
 
-def test_lengths_dtypes_and_stacks():
+def test_ragged_single_columns_in_stacks_equal_the_loop():
     rng = np.random.default_rng(5)
     x = rng.standard_normal((3, 41, 1)).astype(f32)
     fmt = razer_e3m3()
-    one = jax.jit(lambda x: quantize_array(x, fmt))
+    one = jax.jit(lambda x: quantize_array(x, fmt),
+                  compiler_options={"xla_backend_optimization_level": 0})
     mapped = jax.jit(jax.vmap(lambda x: quantize_array(x, fmt)),
                      compiler_options={"xla_backend_optimization_level": 0})(x)
-    padded = run(np.pad(x, ((0, 0), (0, 7), (0, 0))), fmt)[0]
     assert mapped.shape == (3, 41, 1) and mapped.scales.shape == (3, 3, 1)
     for i in range(3):
-        for a, b, c in zip(*(jax.tree.leaves(t) for t in (one(x[i]), mapped, padded))):
+        for a, b in zip(*(jax.tree.leaves(t) for t in (one(x[i]), mapped))):
             np.testing.assert_array_equal(a, b[i])
-            np.testing.assert_array_equal(a, c[i])
-    narrow = jnp.asarray(x[0], jnp.bfloat16)
-    a, b = one(narrow), one(narrow.astype(jnp.float32))
-    np.testing.assert_array_equal(a.codes, b.codes)
-    assert a.dequantize().dtype == jnp.bfloat16
 
 
 def test_importance_lowers_the_weighted_error_and_broadcasts():
-    x = matrices()[0]
+    x = matrices()
     weight = np.random.default_rng(6).exponential(size=(256, 1)).astype(f32) ** 3
     fmt = razer_e3m3()
-    weighted = lambda v: (weight * (np.asarray(v, np.float64) - x) ** 2).sum()
-    a, b = run(x, fmt, importance=weight)[2], run(x, fmt)[2]
-    assert weighted(a) < weighted(b)
-    same = run(x, fmt, importance=np.full(1, 2.0, f32))[0]
-    np.testing.assert_array_equal(same.scales, run(x, fmt)[0].scales)
+    weighted = lambda v: (weight * (np.asarray(v[0], np.float64) - x[0]) ** 2).sum()
+    q, _, a = run(x, fmt, importance=np.broadcast_to(weight, x.shape))
+    assert weighted(a) < weighted(run(x, fmt)[2])
+    shapes = jax.eval_shape(lambda x, w: quantize_array(x, fmt, importance=w), x, weight)
+    assert jax.tree.structure(shapes) == jax.tree.structure(q)
 
 
 @pytest.mark.parametrize("fmt", [razer_e3m3(), razer_e4m3()], ids=lambda f: f.name)
@@ -352,14 +339,6 @@ def test_selector_and_scales_are_the_two_parts_of_the_byte():
         assert len(np.unique(selector)) == len(fmt.specials)  # every value is in use
         np.testing.assert_array_equal(
             fmt.special_values(q.scales), np.array(fmt.specials, f32)[np.asarray(selector)])
-
-
-def test_products_run_on_packed_razer_weights():
-    x = matrices()[0]
-    q = run(x, razer_e3m3())[0]
-    rows = np.random.default_rng(8).standard_normal((4, 256)).astype(f32)
-    want = rows.astype(np.float64) @ np.asarray(q.dequantize(), np.float64)
-    np.testing.assert_allclose(qmatmul(rows, q), want, rtol=1e-4, atol=1e-4)
 
 
 def test_errors_name_the_argument():

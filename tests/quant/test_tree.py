@@ -14,11 +14,14 @@ from fadex.quant import (
     Site,
     bits_per_weight,
     calibrate_activations,
+    combine_quantized,
     dequantize,
     fp8,
     int_group,
     mxfp4,
     nvfp4,
+    nvfp4_4o6,
+    partition_quantized,
     quantization_report,
     quantize,
     quantize_array,
@@ -88,6 +91,38 @@ def test_min_size_layout_axis_and_formats_alone():
     assert kinds(abstract(Recipe([("a", None), ("**", nvfp4())]), min_size=0)) == {"b"}
 
 
+def test_a_format_alone_leaves_stacked_vectors_and_tables_meet_no_activations():
+    stacked = {"kernel": np.ones((8, 64, 32), f32), "bias": np.ones((8, 256), f32),
+               "gain": np.ones((8, 256), f32), "embedding": np.ones((64, 32), f32)}
+    out = jax.eval_shape(lambda t: quantize(t, Site(nvfp4(), nvfp4())), stacked)
+    kinds = {k: type(v) for k, v in out.items()}
+    assert kinds["kernel"] is QuantizedSite and kinds["embedding"] is QuantizedArray
+    assert kinds["bias"] is kinds["gain"] is jax.ShapeDtypeStruct
+    named = jax.eval_shape(lambda t: quantize(t, [("bias", nvfp4(), -1)]), stacked)
+    assert isinstance(named["bias"], QuantizedArray)
+
+
+def test_importance_reaches_the_leaf_of_its_path():
+    x = np.random.default_rng(4).standard_normal((64, 32)).astype(f32)
+    weight = np.random.default_rng(5).exponential(size=(64, 1)).astype(f32) ** 3
+    out = jit(lambda t, w: quantize(t, nvfp4_4o6(), importance=w))(
+        {"a": x, "b": x}, {"a": weight})
+    want = jit(lambda x, w: quantize_array(x, nvfp4_4o6(), importance=w))(x, weight)
+    np.testing.assert_array_equal(out["a"].scales, want.scales)
+    assert (np.asarray(out["b"].scales) != np.asarray(want.scales)).any()
+
+
+def test_dense_and_packed_leaves_part_and_combine():
+    out = quantized(params(), RECIPE)
+    dense_part, packed = partition_quantized(out)
+    assert not any(isinstance(n, QuantizedArray) for n in jax.tree.leaves(
+        dense_part, is_leaf=lambda n: isinstance(n, QuantizedArray)))
+    assert dense_part["embedding"] is None and packed["head"]["kernel"] is None
+    back = combine_quantized(dense_part, packed)
+    assert jax.tree.structure(back) == jax.tree.structure(out)
+    assert back["embedding"] is out["embedding"]
+
+
 def test_nnx_modules_and_states_keep_their_kind():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -136,9 +171,6 @@ def test_report_figures_are_numpys():
     assert re.match(r"layers/mlp/kernel +nvfp4 +2x64x32 +4\.516 +\S+e-03 +20\.\d\d +2312 +0\.141",
                     lines[3])
     assert lines[-1] == f"not quantized: {report.untouched_bytes} bytes"
-    # Zeros have no error; zeros that came back as something else would have an infinite one.
-    zeros = {"k": np.zeros((32, 32), f32)}
-    assert quantization_report(zeros, quantize(zeros, nvfp4())).total.nmse == 0.0
 
 
 def test_bits_per_weight_are_measured_from_the_buffers():
@@ -240,6 +272,10 @@ def test_errors_name_the_argument():
          "params: holds no QuantizedSite"),
         (lambda: calibrate_activations(identity, site, [x]), ValueError, "params: mxfp4 scales"),
         (lambda: calibrate_activations(identity, good, []), ValueError, "batches: expected at"),
+        (lambda: calibrate_activations(identity, good, [x]), ValueError,
+         "params: no floating-point output of apply depends on the site 'k'"),
+        (lambda: quantize({"k": x[:8]}, [("k", nvfp4())]), ValueError,
+         "recipe: 'k' matches only vectors and leaves of fewer than min_size=1024"),
     ):
         with pytest.raises(error, match=message):
             call()
