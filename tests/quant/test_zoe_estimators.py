@@ -126,8 +126,8 @@ def test_the_library_estimates_agree_with_theorem_and_moments():
     w = jnp.array([-0.6, -0.2, 0.0, 0.3, 0.9], jnp.float32)
     step = lambda x: jnp.where(x >= 0, 1.5, -0.5)
     gauss, delta = PERTURBATIONS["gaussian"], 0.4
-    found = jax.jit(lambda key: {kind: estimate(key, step, w, gauss, delta, 40_001, kind)
-                                 for kind in KINDS})(jax.random.key(5))
+    found = jit(lambda key: {kind: estimate(key, step, w, gauss, delta, 40_001, kind)
+                             for kind in KINDS})(jax.random.key(5))
     exact = 2 * np.exp(-0.5 * (np.asarray(w) / delta) ** 2) / delta / math.sqrt(2 * math.pi)
     spread = {}
     for kind, got in found.items():
@@ -203,7 +203,7 @@ def test_of_a_linear_loss_the_surrogate_gradient_is_the_expectation():
     vector = jnp.asarray(VECTOR, jnp.float32)
     loss = lambda w: surrogate_round(w, LEVELS, kernel=gaussian(0.3)) @ vector
     gauss = PERTURBATIONS["gaussian"]
-    slope, exact, got = jax.jit(lambda w, key: (
+    slope, exact, got = jit(lambda w, key: (
         jax.grad(loss)(w),
         quadratic_expectation(w, jnp.zeros((3, 3)), -vector, LEVELS, kernel=gaussian(0.3)),
         estimate(key, loss, w, gauss, 0.3, 32_768),
