@@ -8,10 +8,9 @@ magnitude :math:`m = \max_j |x_j|` and the tensor scale :math:`g` (1 where a for
           \hat x_j = (q_j\, s)\, g ,
 
 with :math:`t` the largest element value. All of it runs in float32: one division by the product
-:math:`s g`, and the values always in the order :math:`(q s) g`. Only for e2m1 is the division
-left to XLA, which multiplies by the reciprocal of :math:`s g`: that costs less and moves a code
-only where :math:`x / s g` lies within an ulp of the middle between two values. The tensor scale
-belongs to a matrix (the last two axes), so that stacked layers are quantized as if one by one.
+:math:`s g`, and the values always in the order :math:`(q s) g`. The tensor scale belongs to a
+matrix (the last two axes), so that stacked layers are quantized as if one by one. Only the search
+passes of formats that choose among scales may multiply by reciprocals.
 
 ===========  ========  =====  ======================  ==================  ===================
 constructor  element   block  block scale             tensor scale        bits per weight
@@ -367,10 +366,9 @@ class Format:
             divisor = self.scale_values(stored)
             if tensor_scale is not None:
                 divisor = divisor * tensor_scale
-        # A power of two has an exact reciprocal, and e2m1 is spared the slower division; elsewhere
-        # a reciprocal could also vanish (1 / 3e38).
-        fast = self.element == "e2m1" or self.scale == "e8m0"
-        codes = self.encode_values(x / hold(divisor) if fast else divide(x, divisor, hold))
+        # A power of two has an exact reciprocal; others may round, or vanish (1 / 3e38).
+        exact = self.scale == "e8m0"
+        codes = self.encode_values(x / hold(divisor) if exact else divide(x, divisor, hold))
         return Blocks(codes, self.finish_scales(stored, bad))
 
     def finish_scales(self, stored: jax.Array, bad: jax.Array) -> jax.Array:

@@ -88,7 +88,7 @@ class FourOverSix(Format):
             ),
             four < six, candidates,
         )
-        codes = self.encode_values(x / divisor)
+        codes = self.encode_values(divide(x, divisor, hold))
         return Blocks(codes, self.finish_scales(stored, bad))
 
 

@@ -146,7 +146,7 @@ class RaZeR(Format):
             return stored, self.scale_values(stored) * tensor_scale, self.special_values(stored)
 
         stored, divisor, special = store(choose, tensor_scale, candidates, signed)
-        z = x / hold(divisor)
+        z = divide(x, divisor, hold)
         codes = encode_float(z, _E2M1, saturate=True)
         # The code of negative zero is taken: zeros of either sign are code 0.
         codes = jnp.where(codes == _SPECIAL_CODE, 0, codes)
