@@ -159,8 +159,8 @@ def encode_float(x: jax.Array, element: Element, *, saturate: bool = False) -> j
         low = jax.lax.bitcast_convert_type(value + magic, jnp.int32) - _bits_of(magic)
         normal = jnp.where(a < _bits_of(2.0 ** (1 - bias)), low, normal)
     else:
-        # Subnormal float32 above 2^-127 all go up, as in the reference implementation.
-        normal = jnp.where(a <= 0x400000, 0, jnp.where(a < 0x800000, 1, normal))
+        # Subnormal float32: nearest of 2^-127 and 2^-126, the tie up as everywhere in e8m0.
+        normal = jnp.where(a < 0x600000, 0, jnp.where(a < 0x800000, 1, normal))
     if not saturate:
         if element.inf is not None:
             normal = jnp.where(magnitude == _INF_BITS, element.inf, normal)

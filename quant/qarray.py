@@ -32,6 +32,10 @@ from fadex.quant.packing import LAYOUTS, pack, pack_unit, repack, unpack
 
 __all__ = ["QuantizedArray", "quantize_array", "quantize_dequantize"]
 
+_NO_ARRAY = (
+    "a QuantizedArray is not an array: qmatmul and the layers of fadex.models.layers take it as it "
+    "is; elsewhere (flax's own layers), call dequantize() for its values"
+)
 ON_NONFINITE = ("propagate", "saturate", "check")
 
 
@@ -73,11 +77,11 @@ class QuantizedArray:
 
     @property
     def ndim(self) -> int:
-        return self.codes.ndim
+        return len(self.codes.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.codes.ndim < -self.axis:
+        if self.ndim < -self.axis:
             raise ValueError(
                 f"a QuantizedArray with block axis {self.axis} has codes of shape "
                 f"{self.codes.shape}: a scan or vmap took away an axis of the matrix itself"
@@ -152,6 +156,9 @@ class QuantizedArray:
         parts = index if isinstance(index, tuple) else (index,)
         leading = self.ndim - matrix_ndim(self.ndim, self.axis)
         if len(parts) > leading or any(part is None or part is Ellipsis for part in parts):
+            if leading <= 0:
+                raise IndexError(f"index: the axes of shape {self.shape} are those of the matrix; "
+                                 "call dequantize() to index values")
             raise IndexError(
                 f"index: a QuantizedArray of shape {self.shape} with block axis {self.axis} takes "
                 f"at most {leading} leading indices, got {index!r}; call dequantize() for more"
@@ -196,10 +203,10 @@ class QuantizedArray:
         return jnp.where(((index >= 0) & (index < count))[..., None], values, jnp.nan)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("a QuantizedArray is not an array: call dequantize() for its values")
+        raise TypeError(_NO_ARRAY)
 
     def __jax_array__(self) -> Any:
-        raise TypeError("a QuantizedArray is not an array: call dequantize() for its values")
+        raise TypeError(_NO_ARRAY)
 
     def __repr__(self) -> str:
         shape = getattr(self.codes, "shape", None)

@@ -160,7 +160,8 @@ class Recipe:
                 pattern = getattr(rule.pattern, "pattern", rule.pattern)
                 shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
                 raise ValueError(
-                    f"recipe: pattern {pattern!r} matches no path; the paths are {shown} "
+                    f"recipe: pattern {pattern!r} matches no path; patterns are globs over the "
+                    f"whole path, such as '**/kernel', and the paths are {shown or '(no leaves)'} "
                     "(strict=False lets it pass)"
                 )
         return found
@@ -175,5 +176,6 @@ def as_recipe(recipe: Any) -> Recipe:
     if isinstance(recipe, (tuple, list)):
         return Recipe(recipe)
     raise TypeError(
-        f"recipe: expected a Recipe, a Format, a Site or a list of rules, got {recipe!r}"
+        f"recipe: expected a Recipe, a Format, a Site or a list of rules such as "
+        f"[('**/kernel', nvfp4())], got {recipe!r}{_called(recipe)}"
     )

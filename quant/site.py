@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from fadex.core.pytree import flatten_with_paths
 from fadex.quant.formats import Format
-from fadex.quant.qarray import QuantizedArray
+from fadex.quant.qarray import _NO_ARRAY, QuantizedArray, _called
 
 __all__ = ["QuantizedSite", "Site", "calibrate_activations", "site_matmul"]
 
@@ -49,7 +49,9 @@ class Site:
         for name in ("weights", "activations"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Format):
-                raise ValueError(f"{name}: expected a Format or None, got {value!r}")
+                raise ValueError(
+                    f"{name}: expected a Format or None, got {value!r}{_called(value)}"
+                )
 
 
 @functools.partial(
@@ -79,6 +81,12 @@ class QuantizedSite:
             return self
         scale = self.scale if self.scale is None or not self.scale.ndim else self.scale[index]
         return dataclasses.replace(self, weight=self.weight[index], scale=scale)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(_NO_ARRAY)
+
+    def __jax_array__(self) -> Any:
+        raise TypeError(_NO_ARRAY)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -172,29 +180,34 @@ def calibrate_activations(
       ``params`` with static scales in the sites whose format has a tensor scale.
 
     Raises:
-      ValueError: no site, no batch, a site whose format takes no static scale, or one on which
-        no floating-point output depends.
+      ValueError: no site whose format takes a static scale, no batch, or such a site on which no
+        floating-point output depends.
+      TypeError: one array in place of batches.
     """
     named = {
         path: node for path, node in flatten_with_paths(params, is_leaf=_is_site).items()
         if _is_site(node)
     }
-    sites = list(named.values())
-    if not sites:
+    if hasattr(batches, "shape"):
+        raise TypeError("batches: expected an iterable of inputs, got one array; put it in a list")
+    if not named:
         raise ValueError("params: holds no QuantizedSite; quantize with a recipe of Site targets")
-    for site in sites:
-        if not site.activations.has_tensor_scale:
-            raise ValueError(
-                f"params: {site.activations.name} scales each block by itself and has no tensor "
-                "scale to calibrate; use a two-level or per-tensor format"
-            )
+    calibrated_sites = {p: n for p, n in named.items() if n.activations.has_tensor_scale}
+    if not calibrated_sites:
+        names = sorted({site.activations.name for site in named.values()})
+        raise ValueError(
+            f"params: {', '.join(names)} scale each block by itself and have no tensor scale to "
+            "calibrate; use a two-level or per-tensor format"
+        )
+    named, sites = calibrated_sites, list(calibrated_sites.values())
+    takes = lambda node: _is_site(node) and node.activations.has_tensor_scale
     shape = lambda site: (*site.weight.shape[:-2], 2)
     probes = [jnp.zeros(shape(site), jnp.float32) for site in sites]
 
     def probed(values: list[jax.Array], params: Any) -> Any:
         rest = iter(values)
         return jax.tree.map(
-            lambda node: dataclasses.replace(node, probe=next(rest)) if _is_site(node) else node,
+            lambda node: dataclasses.replace(node, probe=next(rest)) if takes(node) else node,
             params, is_leaf=_is_site,
         )
 
@@ -226,7 +239,7 @@ def calibrate_activations(
     rest = iter(zip(sites, (found[..., 0] for found in largest)))
 
     def calibrated(node: Any) -> Any:
-        if not _is_site(node):
+        if not takes(node):
             return node
         site, amax = next(rest)
         return dataclasses.replace(site, scale=site.activations.tensor_scale(amax))

@@ -75,6 +75,10 @@ def _selected(
         # leaves.
         name = path.rsplit("/", 1)[-1]
         vector = leaf.ndim < 2 if rule.axis is None or rule.catch_all else False
+        fmt = target.weights if isinstance(target, Site) else target
+        block = fmt.block if fmt is not None and isinstance(fmt.block, int) else 0
+        if rule.catch_all and not vector and 2 * leaf.shape[axis] <= block:
+            vector = True  # heads or few channels: padded to a block it would only grow
         if leaf.size < max(min_size, 1) or vector or (rule.catch_all and name in NO_WEIGHTS):
             if leaf.size:
                 idle.setdefault(rule, []).append(path)
@@ -107,7 +111,9 @@ def quantize(
       min_size: leaves with fewer elements stay as they are, and so do vectors (unless their rule
         names an axis), empty leaves, and what no rule matches. A format alone and the pattern
         ``"**"`` also leave what is called ``bias``, ``scale``, ``gain``, ``gamma`` or ``beta``,
-        which stacked layers turn into matrices, and integers.
+        which stacked layers turn into matrices, integers, and what has at most half a block
+        along the block axis (flax's attention kernels ``[D, heads, head_dim]``: name them in a
+        rule with axis -3).
       importance: tree like ``tree`` of weights for the squared errors by which formats search for
         their scales (leaves broadcastable to its leaves, or missing), or ``None``.
       layout, on_nonfinite: as in :func:`quantize_array`.

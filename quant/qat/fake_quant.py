@@ -276,7 +276,8 @@ def selected_formats(tree: Any, recipe: Any, min_size: int) -> dict[str, tuple[F
         if isinstance(fmt, Site):
             if fmt.activations is not None:
                 raise ValueError(
-                    f"recipe: {path!r} has an activation format; surrogates are for weights"
+                    f"recipe: {path!r} has an activation format; surrogates are for weights: name "
+                    "the Site's weights alone"
                 )
             fmt = fmt.weights
         if fmt is not None:

@@ -55,7 +55,10 @@ def oracle(name, x):
     element = ELEMENTS[name]
     if name in ORACLES:
         top = float(ml_dtypes.finfo(ORACLES[name]).max)
-        return np.clip(x, -top, top).astype(ORACLES[name]).view(np.uint8)
+        codes = np.clip(x, -top, top).astype(ORACLES[name]).view(np.uint8)
+        if name == "e8m0":  # ml_dtypes before 0.7 took all of these up, not only the nearer half
+            codes = np.where((x > 2.0**-127) & (x < 1.5 * 2.0**-127), 0, codes)
+        return codes
     if name == "e3m3":  # e = 0: m / 32; else (8 + m) 2^(e - 6)
         e, m = np.divmod(np.arange(63), 8)
         return nearest(np.where(e == 0, m / 32, (8 + m) * 2.0 ** (e - 6)), x, even=True)
@@ -66,9 +69,11 @@ def oracle(name, x):
     return np.clip(np.rint(x), -top - 1, top).astype(np.int64) & ((1 << element.bits) - 1)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e3m3", "e4m3fn", "e5m2", "e8m0",
-                                  "int2", "int3", "int4", "int8", "nf4"])
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.smoke] * (n in ("e2m1", "e4m3fn", "e8m0")))
+    for n in ("e2m1", "e2m3", "e3m2", "e3m3", "e4m3fn", "e5m2", "e8m0", "int2", "int3", "int4",
+              "int8", "nf4")
+])
 def test_codes_and_values_are_the_oracles_bit_for_bit(name):
     """Under jit, eagerly and inside an interpreted Pallas kernel; every code decoded."""
     x, codes = inputs(), np.arange(1 << ELEMENTS[name].bits, dtype=np.uint8)

@@ -60,11 +60,11 @@ def same(a, b):
 def documented_reader():
     text = (Path(__file__).parents[2] / "docs/quantized_checkpoints.md").read_text()
     scope = {}
-    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], scope)
-    return scope["read"]
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, scope)
+    return scope
 
 
-@pytest.mark.smoke
 def test_a_reader_of_numpy_alone_reproduces_every_value_from_the_files(tmp_path):
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def make(w, rows, broken):  # one program for all of them
@@ -82,7 +82,9 @@ def test_a_reader_of_numpy_alone_reproduces_every_value_from_the_files(tmp_path)
     manifest = json.loads((tmp_path / "q" / "manifest.json").read_text())
     abouts = manifest["metadata"]["fadex_quantized"]["arrays"]
     assert set(abouts) == set(tree)
-    read = documented_reader()
+    documented = documented_reader()
+    read, whole = documented["read"], documented["load"](tmp_path / "q")
+    assert set(whole) == set(tree)
     for path, about in abouts.items():
         leaf = {
             name: np.asarray(stored[f"{path}/{name}"])
@@ -93,6 +95,7 @@ def test_a_reader_of_numpy_alone_reproduces_every_value_from_the_files(tmp_path)
         np.testing.assert_array_equal(
             read(leaf, about), np.asarray(values[path]), err_msg=path
         )
+        np.testing.assert_array_equal(whole[path], np.asarray(values[path]), err_msg=path)
 
 
 def test_restored_trees_equal_the_saved_ones_bit_for_bit(tmp_path):
@@ -126,6 +129,7 @@ def test_a_restored_tree_can_go_to_another_sharding(tmp_path):
     assert back.scales.sharding.is_equivalent_to(place, 2)
 
 
+@pytest.mark.smoke
 def test_formats_survive_their_description():
     for fmt in (*FORMATS, fixed_scale(2, 0.1)):
         assert format_from_json(json.loads(json.dumps(fmt.to_json()))) == fmt

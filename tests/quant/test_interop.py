@@ -39,7 +39,6 @@ def qwix_value(fields):
     return values * stretch(fields.scale)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("fmt", [
     nvfp4(), nvfp4_4o6(), mxfp4(), nf4(16), int_group(4, 32), int_group(8, None),
     int_group(3, 16), int_group(4, 16, symmetric=False), int_group(8, "tensor"), fp8(),
@@ -66,6 +65,7 @@ def test_a_scale_shared_by_other_axes_is_stretched():
     np.testing.assert_array_equal(q.dequantize(), codes * 0.25)
 
 
+@pytest.mark.smoke
 def test_the_fields_fill_any_constructor():
     made = to_qwix(quantize_array(W, int_group(8, None)), cls=lambda **kw: kw)
     assert sorted(made) == ["qtype", "qvalue", "scale", "zero_point"]

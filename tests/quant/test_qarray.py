@@ -51,8 +51,10 @@ def same(a, b):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.smoke] * (n == next(iter(FORMATS)))) for n in FORMATS],
+)
 def test_stacks_equal_the_loop_bit_for_bit_under_vmap_scan_and_eagerly(name):
     fmt, x = FORMATS[name], weights()
     one = lambda x: quantize_array(x, fmt)
@@ -161,7 +163,7 @@ def test_layers_columns_and_rows_are_cut_without_decoding():
         same(values_of(q.columns(2, 5)), values[..., 2:5])
         with pytest.raises(IndexError, match="takes at most 1 leading indices"):
             q[0, 0]
-        with pytest.raises(IndexError, match="takes at most 0 leading indices"):
+        with pytest.raises(IndexError, match="are those of the matrix"):
             q[1][0]
     for index, message in ((None, "leading indices"), (3, "index: 3 is out of range for an axis")):
         with pytest.raises(IndexError, match=message):

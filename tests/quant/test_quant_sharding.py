@@ -52,7 +52,6 @@ print("RESULT" + json.dumps(found))
 """
 
 
-@pytest.mark.smoke
 def test_eight_devices_quantize_to_the_codes_of_one():
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_"
            "device_count=8 --xla_backend_optimization_level=0"}
@@ -83,6 +82,7 @@ def test_a_cut_through_a_block_or_tile_is_refused():
         shardings_for(shape(256, 8), mesh, PartitionSpec(None, None, "k"))
 
 
+@pytest.mark.smoke
 def test_experts_are_cut_with_their_tensor_scales():
     mesh = AbstractMesh((4, 2), ("k", "n"))
     q = jax.eval_shape(lambda: quantize_array(jnp.zeros((8, 64, 16)), nvfp4()))

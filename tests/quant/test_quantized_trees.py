@@ -11,7 +11,7 @@ from flax import nnx
 
 from fadex.models import DIGITS_CONFIG, DIGITS_SHAPE, from_nnx
 from fadex.models.dit import DiT
-from fadex.models.layers import Embed
+from fadex.models.layers import Embed, Linear
 from fadex.quant import (
     QuantizedArray,
     Recipe,
@@ -73,7 +73,7 @@ def test_iteration_ends_and_indices_are_checked():
     np.testing.assert_array_equal(q[-1].dequantize(), q[1].dequantize())
     with pytest.raises(IndexError, match="5 is out of range"):
         q[5]
-    with pytest.raises(IndexError, match="at most 0 leading"):
+    with pytest.raises(IndexError, match="those of the matrix"):
         next(iter(quantize_array(W, nvfp4())))
 
 
@@ -258,3 +258,46 @@ def test_exchanged_scales_keep_float32():
     assert fields.scale.dtype == jnp.float32
     values = fields.qvalue.astype(jnp.float32) * jnp.repeat(fields.scale, 16, axis=0)
     np.testing.assert_allclose(values, q.dequantize(jnp.float32), rtol=3e-7)
+
+
+def test_a_packed_module_can_be_printed():
+    graph, state = nnx.split(nnx.Sequential(Linear(64, 32, rngs=nnx.Rngs(0))))
+    for recipe in (nvfp4(), Site(nvfp4(), nvfp4())):
+        assert "nvfp4" in repr(nnx.merge(graph, quantize(state, recipe)))
+
+
+def test_other_peoples_layers_are_told_what_to_do():
+    graph, state = nnx.split(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+    for recipe in (nvfp4(), Site(nvfp4(), nvfp4())):
+        layer = nnx.merge(graph, quantize(state, recipe))
+        with pytest.raises(TypeError, match=r"layers .* call dequantize\(\)"):
+            layer(jnp.ones((2, 64)))
+
+
+def test_what_a_block_would_only_pad_stays_with_a_format_alone():
+    heads = {"kernel": jnp.ones((128, 4, 32))}
+    assert quantize(heads, nvfp4())["kernel"] is heads["kernel"]
+    assert quantize(heads, [("kernel", nvfp4(), -3)])["kernel"].shape == (128, 4, 32)
+
+
+def test_dynamic_sites_stay_so_beside_calibrated_ones():
+    tree = quantize({"a": W, "b": W}, [("a", Site(nvfp4(), nvfp4())),
+                                       ("b", Site(int_group(8, None), int_group(8, None)))])
+    apply = lambda p, x: site_matmul(x, p["a"]) + site_matmul(x, p["b"])
+    static = calibrate_activations(apply, tree, [jnp.ones((3, 64))])
+    assert static["a"].scale is not None and static["b"].scale is None
+    with pytest.raises(TypeError, match="put it in a list"):
+        calibrate_activations(apply, tree, jnp.ones((3, 64)))
+
+
+def test_common_slips_are_named():
+    with pytest.raises(TypeError, match=r"did you mean nvfp4\(\)"):
+        quantize({"w": W}, nvfp4)
+    with pytest.raises(ValueError, match=r"did you mean nvfp4\(\)"):
+        Site(nvfp4)
+    with pytest.raises(TypeError, match="list of rules such as"):
+        quantize({"w": W}, {"**/w": nvfp4()})
+    with pytest.raises(ValueError, match="no leaves"):
+        quantize({}, [("**/kernel", nvfp4())])
+    with pytest.raises(IndexError, match="those of the matrix"):
+        quantize_array(W, nvfp4())[0]

@@ -46,7 +46,7 @@ def test_the_first_match_decides():
 
 def test_strict_recipes_name_the_pattern_and_the_paths():
     rules = (("**/kernl", A), ("**", None))
-    with pytest.raises(ValueError, match=r"pattern '\*\*/kernl' matches no path; the paths are "
+    with pytest.raises(ValueError, match=r"pattern '\*\*/kernl' matches no path; .* the paths are "
                                          r"a/kernel, b \(strict=False"):
         Recipe(rules).resolve(["a/kernel", "b"])
     with pytest.raises(ValueError, match=r"pattern 'x\+' matches no path"):

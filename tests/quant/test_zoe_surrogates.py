@@ -46,8 +46,10 @@ def brute_force(name, w, levels, delta, thresholds=None):
     return (np.diff(levels) / d * tail((np.asarray(w, np.float64)[..., None] - cuts) / d)).sum(-1)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", PERTURBATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.smoke] * (n == "gaussian")) for n in PERTURBATIONS],
+)
 def test_the_sum_over_thresholds_whichever_of_them_are_summed(name):
     """Static radii sum the nearest thresholds on uniform grids, traced ones all of them."""
     w = np.random.default_rng(0).uniform(-9, 9, 2000).astype(np.float32)
