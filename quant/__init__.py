@@ -19,6 +19,7 @@ from fadex.quant.export import (
 from fadex.quant.formats import Format, fp8, int_group, mxfp4, mxfp6, mxfp8, nf4, nvfp4
 from fadex.quant.four_over_six import FourOverSix, nvfp4_4o6
 from fadex.quant.interop import QArrayFields, from_qwix, to_qwix
+from fadex.quant.kernels.fused_quantize import fused_quantize
 from fadex.quant.matmul import qmatmul
 from fadex.quant.packing import pack, packed_length, repack, unpack
 from fadex.quant.qarray import QuantizedArray, quantize_array, quantize_dequantize
@@ -75,6 +76,7 @@ __all__ = [
     "fp8",
     "from_qwix",
     "from_state",
+    "fused_quantize",
     "int_group",
     "load_quantized",
     "mxfp4",
